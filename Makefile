@@ -1,0 +1,62 @@
+# Everything happens in .venv/ of this checkout. `make demo` and `make test` need git, make and a Python >= 3.12.
+#
+#   make demo        train a small mixture-of-experts model on this machine, in minutes
+#   make test        run the tests (GPU tests too, where there is a GPU); ARGS="tests/moe -x" passes words to pytest
+#   make test-fast   the tests that start no process group and take seconds
+#   make lint        format check, lint, types, spelling
+#   make format      mend what `make lint` can mend by itself
+#   make env         only make or update the environment; PYTHON=... names the Python to make it with
+#   make clean       remove build products and caches;  make distclean: the environment too
+
+VENV   := .venv
+PY     := $(VENV)/bin/python
+STAMP  := $(VENV)/.installed
+NPROC  ?= 2
+ARGS   ?=
+
+.DELETE_ON_ERROR:
+.PHONY: demo test test-fast lint format env clean distclean
+
+demo: env
+	@$(PY) -m maniple train configs/demo.yaml --nproc $(NPROC) $(ARGS)
+
+# Two test processes, one file to a process: a file's shared fixtures (a built wheel, a trained run) are made once.
+test: env
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile $(ARGS)
+
+test-fast: env
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m "not slow and not distributed and not gpu" $(ARGS)
+
+lint: env
+	@$(PY) -m ruff format --check --quiet . || { echo "run: make format"; exit 1; }
+	@$(PY) -m ruff check --quiet .
+	@$(PY) -m mypy
+	@$(PY) -m codespell_lib
+	@echo "lint: clean"
+
+format: env
+	@$(PY) -m ruff check --quiet --fix-only .
+	@$(PY) -m ruff format --quiet .
+
+# The stamp is written last, so that an interrupted or failed installation is taken up again by the next make.
+env: $(STAMP)
+
+$(STAMP): pyproject.toml requirements/constraints.txt
+	@rm -f $@
+	@if ! $(PY) -m pip --version >/dev/null 2>&1; then \
+	    python=$$(PYTHON="$(PYTHON)" sh scripts/find-python.sh) || exit 1; \
+	    echo "env: making $(VENV) with $$python"; \
+	    rm -rf $(VENV); \
+	    "$$python" -m venv $(VENV) || exit 1; \
+	fi
+	@echo "env: installing what requirements/constraints.txt pins (several GB the first time; minutes)"
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt -e '.[dev]'
+	@$(PY) -c 'import torch, megatron.core, maniple; print("env: ready: maniple", maniple.__version__, "torch", torch.__version__)'
+	@touch $@
+
+clean:
+	@rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	@find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	@rm -rf $(VENV)

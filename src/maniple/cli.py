@@ -1,0 +1,250 @@
+"""The command line: `maniple train · models · data prepare · config show`.
+
+Everything heavy is imported inside the command that needs it, so that `maniple --help` answers at once. Exit codes:
+0, 2 for a user's mistake (one line on standard error), 130 for Ctrl-C, and whatever a job's workers ended with.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from maniple import __version__
+from maniple.errors import UserError
+from maniple.launch import worker
+
+app = typer.Typer(
+    name="maniple", help="Trains mixture-of-experts language models.", add_completion=False, pretty_exceptions_enable=False
+)
+data_app = typer.Typer(help="Datasets for training.")
+config_app = typer.Typer(help="Job files.")
+app.add_typer(data_app, name="data")
+app.add_typer(config_app, name="config")
+
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="job file (YAML)")]
+OptionalConfig = Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="job file (YAML); none: the defaults")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="overrides, as with --set")]
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one value: train.steps=50")]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output")]
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="print the version")] = False
+) -> None:
+    if version:
+        print(f"maniple {__version__}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command()
+def train(
+    config: Config,
+    overrides: Overrides = None,
+    set_: Set = None,
+    nproc: Annotated[int | None, typer.Option(help="processes on this node; default: one a visible GPU, else 1")] = None,
+    name: Annotated[str | None, typer.Option(help="the run's name: its folder is runs/NAME")] = None,
+    resume: Annotated[str | None, typer.Option(metavar="auto|DIR", help="go on from a checkpoint")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="one step of one rank, without a GPU or memory")] = False,
+    rank: Annotated[int | None, typer.Option(help="with --dry-run: which rank (default 0)")] = None,
+    world_size: Annotated[int | None, typer.Option(help="with --dry-run: ranks of the whole job")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="with --dry-run: JSON on standard output")] = False,
+    nnodes: Annotated[int, typer.Option(help="nodes; run the same command on each")] = 1,
+    node_rank: Annotated[int | None, typer.Option(help="this node's number, from 0")] = None,
+    master_addr: Annotated[str | None, typer.Option(help="host of node 0")] = None,
+    master_port: Annotated[int | None, typer.Option(help="a free port of node 0")] = None,
+    rdzv_backend: Annotated[str | None, typer.Option(help="rendezvous instead of --master-*, as in torchrun")] = None,
+    rdzv_endpoint: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="where the nodes meet")] = None,
+    rdzv_id: Annotated[str | None, typer.Option(help="the job's name at the rendezvous")] = None,
+) -> int:
+    """Train a model: starts one process a GPU through torchrun, or is one of them where torchrun started it."""
+    from maniple.config.check import check, resolve_card
+    from maniple.config.load import load
+
+    sets = [*(set_ or []), *(overrides or [])]
+    sets += [] if name is None else [f"name={json.dumps(name)}"]
+    sets += [] if resume is None else [f"checkpoint.resume={json.dumps(resume)}"]
+    job = load(config, sets).config
+    card = resolve_card(job)
+
+    if dry_run:
+        if world_size is None:
+            raise UserError("--dry-run needs --world-size: the number of ranks of the job it stands for")
+        check(job, card, world_size)
+        if not 0 <= (rank or 0) < world_size:
+            raise UserError(f"--rank {rank}: expected 0 to {world_size - 1} for --world-size {world_size}")
+        from maniple.engines.megatron import dry_run as dry
+
+        return dry.run(job, card, rank or 0, world_size, as_json=as_json)
+    if rank is not None or world_size is not None or as_json:
+        raise UserError("--rank, --world-size and --json belong to --dry-run; --nproc sets how many processes train")
+
+    if worker.is_worker():
+        if nproc is not None:
+            raise UserError("--nproc starts torchrun, and torchrun has already started this process: leave --nproc out")
+        check(job, card, worker.world_size())
+        faulthandler.enable()
+        from maniple.engines.megatron import trainer
+
+        return trainer.main(job, card)
+
+    from maniple.launch import torchrun
+
+    launch = torchrun.Launch(
+        nproc=_processes(nproc, job.train.device),
+        nnodes=nnodes,
+        node_rank=node_rank,
+        master_addr=master_addr,
+        master_port=master_port,
+        rdzv_backend=rdzv_backend,
+        rdzv_endpoint=rdzv_endpoint,
+        rdzv_id=rdzv_id,
+    )
+    launch.check()
+    check(job, card, launch.world_size, gpus_per_node=launch.nproc)
+    return torchrun.run(launch, "maniple", ["train", *(f"--set={text}" for text in sets), "--", str(config)])
+
+
+def _processes(nproc: int | None, device: str) -> int:
+    """Processes to start on this node: what was asked, else one a GPU; UserError where the GPUs do not suffice."""
+    if device == "cpu":
+        return 1 if nproc is None else nproc
+    from maniple.launch.torchrun import visible_gpus
+
+    gpus = visible_gpus()
+    if device == "gpu" and not gpus:
+        raise UserError("train.device is gpu and torch sees no GPU: check the driver, or set train.device=cpu")
+    if nproc is None:
+        return max(1, gpus)
+    if gpus and nproc > gpus:
+        raise UserError(f"--nproc {nproc} and {gpus} visible GPUs: lower --nproc, or set train.device=cpu")
+    return nproc
+
+
+@app.command()
+def models(
+    name: Annotated[str | None, typer.Argument(help="one model: its whole card")] = None, as_json: AsJson = False
+) -> None:
+    """List the model cards, with exact parameter counts."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from maniple.models import load_card
+    from maniple.models.table import row, rows
+
+    if name is not None:
+        card = load_card(name)
+        facts = row(card) | {"card": card.model_dump(mode="json")}
+        if as_json:
+            print(json.dumps(facts, indent=2))
+            return
+        table = Table("fact", "value", box=None, pad_edge=False)
+        for key, value in _flat(facts):
+            table.add_row(key, f"{value:,}" if type(value) is int else str(value))
+    else:
+        facts = rows()
+        if as_json:
+            print(json.dumps(facts, indent=2))
+            return
+        table = Table("model", box=None, pad_edge=False)
+        for heading in ("total", "active", "layers", "experts", "top-k"):
+            table.add_column(heading, justify="right")
+        table.add_column("attention")
+        table.add_column("router")
+        for fact in facts:
+            table.add_row(
+                fact["name"],
+                f"{fact['total_parameters'] / 1e9:.2f}B",
+                f"{fact['active_parameters'] / 1e9:.2f}B",
+                f"{fact['layers']}" + (f" + {fact['mtp_layers']} MTP" if fact["mtp_layers"] else ""),
+                str(fact["experts"]),
+                str(fact["topk"]),
+                fact["attention"],
+                fact["router"],
+            )
+    Console(width=None if sys.stdout.isatty() else 200).print(table, markup=False, highlight=False)
+
+
+def _flat(facts: dict, prefix: str = ""):
+    for key, value in facts.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+@data_app.command()
+def prepare(
+    inputs: Annotated[list[Path], typer.Argument(metavar="INPUT...", help="files or folders: JSON lines, or text")],
+    output: Annotated[Path, typer.Option(metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")],
+    tokenizer: Annotated[Path, typer.Option(help="tokenizer.json, or a folder that transformers can read")],
+    key: Annotated[str, typer.Option(help="JSON lines: the field that holds the text")] = "text",
+    workers: Annotated[int | None, typer.Option(help="processes; default: one a core")] = None,
+    append_eod: Annotated[bool, typer.Option(help="end each document with the tokenizer's end token")] = True,
+    resume: Annotated[bool, typer.Option("--resume", help="go on with an interrupted run")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an existing dataset")] = False,
+) -> None:
+    """Tokenize text into a dataset that `data.source: megatron` reads."""
+    from maniple.data.prepare import prepare as run
+
+    done = run(
+        inputs,
+        output,
+        tokenizer,
+        key=key,
+        workers=len(os.sched_getaffinity(0)) if workers is None else workers,
+        append_eod=append_eod,
+        resume=resume,
+        overwrite=overwrite,
+    )
+    print(f"{output}: {done.documents:,} documents, {done.tokens:,} tokens in {done.seconds:.1f} s", file=sys.stderr)
+
+
+@config_app.command()
+def show(config: OptionalConfig = None, overrides: Overrides = None, set_: Set = None, as_json: AsJson = False) -> None:
+    """Print every effective value of a job and where it came from."""
+    from maniple.config.load import load
+    from maniple.config.show import show as print_job
+
+    print_job(load(config, [*(set_ or []), *(overrides or [])]), as_json=as_json)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line and returns its exit code; a user's mistake becomes one line on standard error."""
+    try:
+        code = app(arguments, prog_name="maniple", standalone_mode=False)
+        sys.stdout.flush()
+        return code or 0
+    except UserError as error:
+        if worker.is_launched():
+            worker.record(error)  # the launcher prints it, once for all ranks
+        else:
+            _complain(str(error))
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone: `maniple models | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        if hasattr(error, "format_message"):  # a usage error of typer's
+            context = getattr(error, "ctx", None)
+            help_of = context.command_path if context else "maniple"
+            _complain(f"{error.format_message().rstrip('.')} (see {help_of} --help)")
+            return 2
+        if isinstance(error, typer.Abort):
+            return 130
+        if worker.is_worker():
+            worker.record(error)
+        raise
+
+
+def _complain(message: str) -> None:
+    print(f"maniple: error: {' '.join(message.splitlines())}", file=sys.stderr)

@@ -1,0 +1,245 @@
+"""Checks that need more than one section of a job: model against parallelism, batch against world, precision.
+
+Everything here is arithmetic on plain data, so that a job that cannot work is refused before a process starts, on any
+machine. Each refusal names the keys to change.
+"""
+
+from __future__ import annotations
+
+from pydantic import ValidationError
+
+from maniple.config.layout import checked_layout, parse_layout
+from maniple.config.load import explained
+from maniple.config.schema import TrainConfig
+from maniple.errors import UserError
+from maniple.models import load_card
+from maniple.models.card import ModelCard
+
+__all__ = ["check", "data_parallel_size", "parse_layout", "pipeline_stages", "resolve_card"]
+
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
+
+
+def resolve_card(config: TrainConfig) -> ModelCard:
+    """The job's architecture: its card, shrunk if `model.variant` is tiny, then with `model.overrides` applied.
+
+    Raises UserError for an unknown card (naming the nearest) and for overrides that do not make a consistent model.
+    """
+    card = load_card(config.model.card)
+    if config.model.variant == "tiny":
+        card = card.tiny()
+    if not config.model.overrides:
+        return card
+    try:
+        return card.with_overrides(config.model.overrides)
+    except ValidationError as error:
+        raise UserError(explained(error, "model.overrides")) from None
+
+
+def pipeline_stages(config: TrainConfig, card: ModelCard) -> tuple[list[str] | None, int]:
+    """The stages of `parallel.pipeline_layout` (None without one: an even cut) and the model chunks per pipeline rank.
+
+    `"|".join(stages)` is the layout in its plain form, without repeats. Raises UserError if it does not fit.
+    """
+    parallel = config.parallel
+    if parallel.pipeline_layout is None:
+        return None, parallel.virtual_pipeline_size or 1
+    stages = checked_layout(
+        parallel.pipeline_layout,
+        num_layers=card.num_layers,
+        num_mtp_layers=card.num_mtp_layers,
+        pipeline_size=parallel.pipeline_parallel_size,
+    )
+    chunks = len(stages) // parallel.pipeline_parallel_size
+    if parallel.virtual_pipeline_size not in (None, chunks):
+        raise UserError(
+            f"parallel.virtual_pipeline_size is {parallel.virtual_pipeline_size} and parallel.pipeline_layout has "
+            f"{len(stages)} stages, {chunks} a pipeline rank: leave virtual_pipeline_size out or change the layout"
+        )
+    return stages, chunks
+
+
+def data_parallel_size(config: TrainConfig, world_size: int) -> int:
+    """Ranks that read different data: the world over TP x PP x CP."""
+    parallel = config.parallel
+    return world_size // (
+        parallel.tensor_parallel_size * parallel.pipeline_parallel_size * parallel.context_parallel_size
+    )
+
+
+def check(config: TrainConfig, card: ModelCard, world_size: int, *, gpus_per_node: int | None = None) -> None:
+    """Raises UserError, in one line that names the keys to change, if the job cannot run on `world_size` ranks.
+
+    `gpus_per_node` (ranks a node) adds the check that all nodes are full. Returns nothing if all is well.
+    """
+    _check_precision(config)
+    _check_world(config, world_size, gpus_per_node)
+    _check_model(config, card)
+    _check_sequence(config)
+    _check_pipeline(config, card, _check_batch(config, world_size))
+    _check_recompute(config, card)
+    _check_optimizer(config)
+
+
+def _multiple(value: int, of: int, what: str, by: str) -> None:
+    if value % of:
+        raise UserError(f"{what} {value} is not a multiple of {by} {of}")
+
+
+def _check_precision(config: TrainConfig) -> None:
+    precision = config.precision
+    if precision.recipe != "bf16":
+        if precision.dtype == "fp32":
+            raise UserError(
+                f"precision.recipe {precision.recipe} quantizes bf16 tensors and precision.dtype is fp32: "
+                "set precision.dtype=bf16, or precision.recipe=bf16 (no quantization)"
+            )
+        raise UserError(
+            f"precision.recipe {precision.recipe} has no kernels in this version, bf16 has: set precision.recipe=bf16"
+        )
+
+
+def _check_world(config: TrainConfig, world_size: int, gpus_per_node: int | None) -> None:
+    parallel = config.parallel
+    if world_size < 1:
+        raise UserError(f"world size {world_size}: a job has at least one rank")
+    if parallel.context_parallel_size > 1:
+        raise UserError(
+            f"parallel.context_parallel_size {parallel.context_parallel_size}: context parallelism is not supported in "
+            "this version: set it to 1"
+        )
+    sizes = {
+        "tensor_parallel_size": parallel.tensor_parallel_size,
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+    }
+    _check_product(world_size, sizes)
+    sizes = {
+        "expert_parallel_size": parallel.expert_parallel_size,
+        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+    }
+    _check_product(world_size, sizes)
+    if gpus_per_node and world_size > gpus_per_node:
+        _multiple(world_size, gpus_per_node, "world size", "the ranks a node,")
+
+
+def _check_product(world_size: int, sizes: dict[str, int]) -> None:
+    product = 1
+    for size in sizes.values():
+        product *= size
+    if world_size % product:
+        factors = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        raise UserError(
+            f"world size {world_size} is not a multiple of {product} = {factors} (all under parallel.): "
+            "change the number of processes or these sizes"
+        )
+
+
+def _check_model(config: TrainConfig, card: ModelCard) -> None:
+    parallel, moe = config.parallel, card.moe
+    tensor, experts = parallel.tensor_parallel_size, parallel.expert_parallel_size
+    expert_tensor = parallel.expert_tensor_parallel_size
+    _multiple(moe.num_experts, experts, "the model's moe.num_experts", "parallel.expert_parallel_size")
+    by = "parallel.tensor_parallel_size"
+    _multiple(card.num_heads, tensor, "the model's num_heads", by)
+    _multiple(card.num_kv_heads, tensor, "the model's num_kv_heads", by)
+    if moe.num_dense_layers:
+        _multiple(card.dense_ffn_size, tensor, "the model's dense_ffn_size", by)
+    _multiple(moe.shared_ffn_size, tensor, "the model's moe.shared_ffn_size", by)
+    _multiple(
+        moe.expert_ffn_size, expert_tensor, "the model's moe.expert_ffn_size", "parallel.expert_tensor_parallel_size"
+    )
+    if card.qk_norm == "full_width" and tensor > 1:
+        raise UserError(
+            f"model {card.name} normalizes queries and keys over the full width, which tensor parallelism would cut: "
+            "set parallel.tensor_parallel_size=1"
+        )
+    if config.moe.dispatcher == "local" and experts * expert_tensor > 1:
+        raise UserError(
+            f"moe.dispatcher local exchanges nothing between ranks, and expert_parallel_size x "
+            f"expert_tensor_parallel_size is {experts * expert_tensor}: use moe.dispatcher=all_to_all (or auto)"
+        )
+
+
+def _check_sequence(config: TrainConfig) -> None:
+    parallel = config.parallel
+    tensor = parallel.tensor_parallel_size
+    if tensor > 1 and parallel.sequence_parallel is False:
+        raise UserError(
+            f"parallel.sequence_parallel is false and tensor_parallel_size is {tensor}: MoE layers with tensor "
+            "parallelism need sequence parallelism: leave sequence_parallel out or set it to true"
+        )
+    if tensor == 1 and parallel.sequence_parallel:
+        raise UserError(
+            "parallel.sequence_parallel is true and parallel.tensor_parallel_size is 1: it cuts the sequence over the "
+            "tensor-parallel ranks, so leave it out or raise tensor_parallel_size"
+        )
+    _multiple(config.data.sequence_length, tensor, "data.sequence_length", "parallel.tensor_parallel_size")
+
+
+def _check_batch(config: TrainConfig, world_size: int) -> int:
+    """Returns the micro-batches a step."""
+    train = config.train
+    ranks = data_parallel_size(config, world_size)
+    share = train.micro_batch_size * ranks
+    if train.global_batch_size % share:
+        raise UserError(
+            f"train.global_batch_size {train.global_batch_size} is not a multiple of {share} = train.micro_batch_size "
+            f"{train.micro_batch_size} x {ranks} data-parallel ranks"
+        )
+    return train.global_batch_size // share
+
+
+def _check_pipeline(config: TrainConfig, card: ModelCard, num_micro_batches: int) -> None:
+    parallel = config.parallel
+    ranks = parallel.pipeline_parallel_size
+    stages, chunks = pipeline_stages(config, card)
+    if chunks > 1 and ranks == 1:
+        key = "virtual_pipeline_size" if stages is None else "pipeline_layout"
+        raise UserError(
+            f"parallel.{key} asks for {chunks} model chunks a rank and parallel.pipeline_parallel_size is 1: "
+            "interleaving needs a pipeline of at least 2"
+        )
+    if stages is None and card.num_layers % (ranks * chunks):
+        raise UserError(
+            f"the model's {card.num_layers} layers do not divide over {ranks * chunks} = pipeline_parallel_size {ranks} "
+            f"x virtual_pipeline_size {chunks}: change them, or give parallel.pipeline_layout"
+        )
+    if chunks > 1 and num_micro_batches % ranks:
+        raise UserError(
+            f"{num_micro_batches} micro-batches a step (train.global_batch_size over micro_batch_size and data-parallel "
+            f"ranks) is not a multiple of parallel.pipeline_parallel_size {ranks}, which the interleaved schedule needs"
+        )
+
+
+def _check_recompute(config: TrainConfig, card: ModelCard) -> None:
+    recompute = config.recompute
+    for module in recompute.modules:
+        if module not in RECOMPUTE_MODULES:
+            raise UserError(f"recompute.modules: unknown {module!r}; it knows {', '.join(RECOMPUTE_MODULES)}")
+    if recompute.modules and recompute.granularity != "selective":
+        raise UserError(f"recompute.modules needs recompute.granularity=selective, and it is {recompute.granularity}")
+    if recompute.granularity == "selective" and not recompute.modules:
+        raise UserError("recompute.granularity selective needs recompute.modules, e.g. [core_attn]")
+    if recompute.num_layers is not None and recompute.granularity != "full":
+        raise UserError(f"recompute.num_layers needs recompute.granularity=full, and it is {recompute.granularity}")
+    if "mla_up_proj" in recompute.modules and card.mla is None:
+        raise UserError(f"recompute.modules: mla_up_proj needs a model with MLA, and {card.name} has none")
+
+
+def _check_optimizer(config: TrainConfig) -> None:
+    optimizer, parallel = config.optimizer, config.parallel
+    if optimizer.min_learning_rate > optimizer.learning_rate:
+        raise UserError(
+            f"optimizer.min_learning_rate {optimizer.min_learning_rate:g} is more than optimizer.learning_rate "
+            f"{optimizer.learning_rate:g}"
+        )
+    if optimizer.warmup_steps >= config.train.steps:
+        raise UserError(
+            f"optimizer.warmup_steps {optimizer.warmup_steps} is not less than train.steps {config.train.steps}: "
+            "the learning rate would never reach its peak"
+        )
+    if parallel.overlap_param_gather and not (parallel.distributed_optimizer and parallel.overlap_grad_reduce):
+        raise UserError(
+            "parallel.overlap_param_gather needs parallel.distributed_optimizer and parallel.overlap_grad_reduce on"
+        )

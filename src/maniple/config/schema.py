@@ -1,0 +1,153 @@
+"""The training job as typed data. Every key a job file may hold is declared here, with its unit and its default.
+
+Loading, `extends`, overrides and provenance live in `load.py`; checks that need more than one section (world size,
+layouts, kernels) in `check.py`. Field names are the field's own, and no section knows an engine.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _weights_as_text(value: Any) -> Any:
+    if not isinstance(value, list):
+        return value
+    return [str(item) if isinstance(item, int | float) and not isinstance(item, bool) else item for item in value]
+
+
+Blend = Annotated[list[str], BeforeValidator(_weights_as_text)]  # [0.7, a, 0.3, b]: YAML reads the weights as numbers
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=False, protected_namespaces=(), allow_inf_nan=False
+    )
+
+
+class ModelConfig(Section):
+    """Which architecture. `overrides` has the shape of the card, e.g. `{num_layers: 4, moe: {num_experts: 8}}`."""
+
+    card: str = "deepseek-v3"
+    variant: Literal["full", "tiny"] = "full"
+    overrides: dict[str, Any] = {}
+    vocab_size_multiple: int = Field(128, ge=1, description="the vocabulary is padded to a multiple of this times TP")
+
+
+class ParallelConfig(Section):
+    """How the job is cut. Data parallelism is what is left of the world."""
+
+    tensor_parallel_size: int = Field(1, ge=1)
+    sequence_parallel: bool | None = Field(None, description="None: on where tensor_parallel_size > 1 (MoE needs it)")
+    pipeline_parallel_size: int = Field(1, ge=1)
+    virtual_pipeline_size: int | None = Field(None, ge=1, description="model chunks a pipeline rank")
+    pipeline_layout: str | None = Field(None, description="e.g. `Et|(tt|)*29,tmL`: stages of the pipeline, by layer")
+    context_parallel_size: int = Field(1, ge=1)
+    expert_parallel_size: int = Field(1, ge=1)
+    expert_tensor_parallel_size: int = Field(1, ge=1)
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    distributed_optimizer: bool = True
+    collective_timeout_seconds: float = Field(600.0, gt=0, description="a collective that hangs longer ends the job")
+
+
+class MoEConfig(Section):
+    """How the experts are run and balanced (what the architecture fixes is in the model card)."""
+
+    dispatcher: Literal["auto", "local", "all_to_all"] = Field("auto", description="auto: local where EP x ETP = 1")
+    kernels: Literal["auto", "reference"] = Field("auto", description="auto: the registry's best for the device")
+    aux_loss_type: Literal["none", "sequence", "micro_batch", "global_batch"] = "sequence"
+    aux_loss_coefficient: float | None = Field(None, ge=0, description="None: the card's own")
+    z_loss_coefficient: float = Field(0.0, ge=0)
+    expert_bias_update_rate: float = Field(1e-3, ge=0, description="step of the aux-free bias, if the card has one")
+
+
+class PrecisionConfig(Section):
+    dtype: Literal["bf16", "fp32"] = Field("bf16", description="of parameters and activations; main parameters are fp32")
+    recipe: Literal["bf16", "fp8", "fp8_block", "mxfp8"] = Field("bf16", description="of the GEMMs: see docs")
+
+
+class RecomputeConfig(Section):
+    granularity: Literal["none", "full", "selective"] = "none"
+    num_layers: int | None = Field(None, ge=1, description="with full: layers a pipeline stage to recompute; None: all")
+    modules: list[str] = Field([], description="with selective: e.g. [core_attn, moe]")
+
+
+class DataConfig(Section):
+    """What the model reads. `megatron` takes `.bin/.idx` prefixes (see `maniple data prepare`)."""
+
+    source: Literal["python", "megatron", "synthetic"] = Field(
+        "python", description="python: source and documentation of the running Python installation"
+    )
+    sequence_length: int = Field(256, ge=2, description="tokens a sample")
+    train: Blend = Field([], description="dataset prefixes, each optionally after a weight: [0.7, a, 0.3, b]")
+    validation: Blend = []
+    split: str = Field("949,50,1", description="train, validation, test parts of `train` if `validation` is empty")
+    tokenizer: str | None = Field(None, description="tokenizer.json, or a folder that transformers can read")
+    tokenizer_vocab_size: int = Field(4096, ge=300, description="python source: size of the BPE to train")
+    corpus_bytes: int = Field(24_000_000, ge=1, description="python source: bytes of text to read at most")
+    cache_dir: Path | None = Field(None, description="None: `cache/` inside the output folder")
+    num_workers: int = Field(0, ge=0)
+
+
+class OptimizerConfig(Section):
+    learning_rate: float = Field(3e-4, gt=0)
+    min_learning_rate: float = Field(3e-5, ge=0)
+    warmup_steps: int = Field(20, ge=0)
+    decay_style: Literal["constant", "linear", "cosine", "WSD"] = "cosine"
+    weight_decay: float = Field(0.1, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    epsilon: float = Field(1e-8, gt=0)
+    clip_grad: float = Field(1.0, ge=0, description="global gradient norm; 0: no clipping")
+
+
+class TrainSection(Section):
+    steps: int = Field(100, ge=1)
+    max_minutes: float | None = Field(None, gt=0, description="save and stop after this much wall time")
+    micro_batch_size: int = Field(1, ge=1, description="sequences a data-parallel rank and forward pass")
+    global_batch_size: int = Field(8, ge=1, description="sequences an optimizer step, over all ranks")
+    seed: int = Field(1234, ge=0)
+    deterministic: bool = False
+    eval_interval: int = Field(50, ge=0, description="steps between validations; 0: only at the end")
+    eval_batches: int = Field(8, ge=1, description="global batches a validation reads")
+    mtp_loss_coefficient: float = Field(0.1, ge=0)
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    sample_tokens: int = Field(0, ge=0, description="length of the sample generated at the end; 0: none")
+    sample_prompt: str = "def "
+
+
+class CheckpointConfig(Section):
+    save_interval: int = Field(0, ge=0, description="steps; 0: only at the end")
+    save_at_end: bool = True
+    resume: str | None = Field(None, description="a checkpoint folder, or `auto`: the newest of this run")
+
+
+class LogConfig(Section):
+    interval: int = Field(1, ge=1, description="steps between metric records")
+    tensorboard: bool = True
+    figure: bool = Field(True, description="write curves.png at the end")
+    progress: bool = True
+
+
+class TrainConfig(Section):
+    """One training job."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    output_dir: Path = Path("runs")
+    model: ModelConfig = ModelConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    moe: MoEConfig = MoEConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    recompute: RecomputeConfig = RecomputeConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainSection = TrainSection()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+
+    @property
+    def run_dir(self) -> Path:
+        return self.output_dir / self.name

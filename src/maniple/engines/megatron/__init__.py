@@ -1,0 +1,1 @@
+"""The PyTorch engine: Megatron-Core from PyPI, unmodified, with Maniple's attention, norms, experts and router."""

@@ -1,0 +1,119 @@
+"""Core attention on `scaled_dot_product_attention`: GQA and MLA head sizes, sliding windows, attention sinks.
+
+Megatron-Core's own local attention assumes equal key and value head sizes and materialises the scores. Shapes here:
+S query tokens, B batch, H query heads on this rank, G key/value heads on this rank, D query/key and V value head size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+
+
+class SDPAttention(MegatronModule):
+    """Causal attention over whole sequences. Built and called as Megatron-Core's `core_attention`.
+
+    Raises ValueError for what it does not compute: context parallelism, packed sequences, dropout, other masks.
+    """
+
+    def __init__(
+        self,
+        config,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        if config.context_parallel_size > 1:
+            raise ValueError("attention has no context parallelism yet: set parallel.context_parallel_size=1")
+        if config.attention_dropout if attention_dropout is None else attention_dropout:
+            raise ValueError("attention has no dropout: set attention_dropout=0")
+        if attention_type != "self" or attn_mask_type != AttnMaskType.causal:
+            raise ValueError(f"attention is causal self-attention only, not {attention_type} with {attn_mask_type}")
+        self.layer_number = max(1, layer_number)
+        head_dim = k_channels or config.kv_channels
+        self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(head_dim)
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, self.layer_number)
+        # Megatron-Core's window (left, 0) lets a query see `left` tokens before itself
+        self.window = config.window_size[0] + 1 if windowed else None
+        self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // self.pg_collection.tp.size()
+            sinks_H = torch.empty(heads, device=torch.cuda.current_device(), dtype=config.params_dtype)
+            self.softmax_offset = torch.nn.Parameter(sinks_H)  # upstream's name, so that checkpoints agree
+            self.softmax_offset.tensor_model_parallel = True
+            self.softmax_offset.partition_dim = 0
+            self.softmax_offset.partition_stride = 1
+            if config.perform_initialization:
+                config.init_method(self.softmax_offset)
+        elif config.softmax_type == "vanilla":
+            self.softmax_offset = None
+        else:
+            raise ValueError(f"attention has no softmax_type {config.softmax_type!r}: use vanilla or learnable")
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params=None,
+    ) -> torch.Tensor:
+        """query `[S, B, H, D]`, key `[S, B, G, D]`, value `[S, B, G, V]` -> `[S, B, H * V]`. The mask is ignored: causal."""
+        if packed_seq_params is not None or attention_bias is not None:
+            raise ValueError("attention takes neither packed sequences nor a bias")
+        if attn_mask_type not in (None, AttnMaskType.causal):
+            raise ValueError(f"attention is causal only, not {attn_mask_type}")
+        q_BHSD, k_BGSD, v_BGSV = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        length, gqa = query.shape[0], query.shape[2] != key.shape[2]
+        if self.softmax_offset is None and (self.window is None or self.window >= length):
+            out_BHSV = F.scaled_dot_product_attention(
+                q_BHSD, k_BGSD, v_BGSV, is_causal=True, scale=self.softmax_scale, enable_gqa=gqa
+            )
+        else:
+            bias_HSS = causal_bias(length, self.window, q_BHSD)
+            if self.softmax_offset is not None:
+                # a sink is one more key whose score is the learned logit and whose value is zero
+                heads = self.softmax_offset.shape[0]
+                sink_HS1 = self.softmax_offset.to(bias_HSS.dtype)[:, None, None].expand(-1, length, 1)
+                bias_HSS = torch.cat([bias_HSS.expand(heads, -1, -1), sink_HS1], dim=-1)
+                k_BGSD, v_BGSV = (F.pad(t, (0, 0, 0, 1)) for t in (k_BGSD, v_BGSV))
+            out_BHSV = F.scaled_dot_product_attention(
+                q_BHSD, k_BGSD, v_BGSV, attn_mask=bias_HSS, scale=self.softmax_scale, enable_gqa=gqa
+            )
+        return out_BHSV.permute(2, 0, 1, 3).flatten(-2)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
+        state = self.state_dict(prefix="", keep_vars=True) if self.softmax_offset is not None else {}
+        return make_sharded_tensors_for_checkpoint(
+            state,
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.pg_collection.tp,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+def causal_bias(length: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
+    """`[1, S, S]` of 0 where query i may see key j (j <= i and i - j < window), else -inf; dtype and device of `like`."""
+    i_S1 = torch.arange(length, device=like.device)[:, None]
+    j_1S = torch.arange(length, device=like.device)[None]
+    hidden_SS = j_1S > i_S1
+    if window is not None:
+        hidden_SS = hidden_SS | (i_S1 - j_1S >= window)
+    return torch.zeros(1, length, length, dtype=like.dtype, device=like.device).masked_fill(hidden_SS, -math.inf)

@@ -1,0 +1,121 @@
+"""The experts of one rank as stacked matrices, in the slot where Megatron-Core builds its grouped MLP.
+
+G experts on this rank, F intermediate size on this expert-tensor rank, D hidden, S slots of the expert-sorted buffer.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.module import MegatronModule
+
+from maniple.moe.experts import ExpertActivation, expert_mlp
+
+
+class GroupedExperts(MegatronModule):
+    """`w13` `[G, 2F, D]` (gate rows, then up rows) and `w2` `[G, D, F]`, with biases where the model has them.
+
+    Built with Megatron-Core's `ExpertsBuilder` signature; checkpoints use the keys and global shapes of its
+    SequentialMLP, so that each loads the other's. Raises ValueError for delayed weight gradients.
+    """
+
+    def __init__(self, num_local_experts: int, config, *, pg_collection=None, name: str | None = None) -> None:
+        super().__init__(config=config)
+        if config.delay_wgrad_compute:
+            raise ValueError("Maniple's experts do not delay their weight gradients: set delay_wgrad_compute=False")
+        self.num_local_experts = num_local_experts
+        self.ep_group, self.etp_group = pg_collection.ep, pg_collection.expt_tp
+        self.expert_dp_group = pg_collection.expt_dp
+        etp = self.etp_group.size()
+        if config.moe_ffn_hidden_size % etp:
+            raise ValueError(f"expert intermediate size {config.moe_ffn_hidden_size} does not divide by ETP {etp}")
+        g, f, d = num_local_experts, config.moe_ffn_hidden_size // etp, config.hidden_size
+        self.activation = _activation(config)
+        self.kernels = config.maniple_moe.kernels if hasattr(config, "maniple_moe") else "auto"
+        self.w13 = self._parameter((g, 2 * f, d), partition_dim=1)
+        self.w2 = self._parameter((g, d, f), partition_dim=2)
+        self.b13 = self._parameter((g, 2 * f), partition_dim=1) if config.add_bias_linear else None
+        self.b2 = self._parameter((g, d), partition_dim=None) if config.add_bias_linear else None
+        if config.perform_initialization:
+            with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()), torch.no_grad():
+                for expert in range(g):
+                    config.init_method(self.w13[expert])
+                    config.output_layer_init_method(self.w2[expert])
+                for bias in (self.b13, self.b2):
+                    if bias is not None:
+                        bias.zero_()
+
+    def _parameter(self, shape: tuple[int, ...], partition_dim: int | None) -> torch.nn.Parameter:
+        data = torch.empty(shape, dtype=self.config.params_dtype, device=torch.cuda.current_device())
+        parameter = torch.nn.Parameter(data)
+        # DDP reduces expert gradients over the expert-data-parallel group where experts are spread
+        parameter.allreduce = self.config.expert_model_parallel_size <= 1
+        set_tensor_model_parallel_attributes(
+            tensor=parameter, is_parallel=partition_dim is not None, dim=partition_dim or 0, stride=1
+        )
+        return parameter
+
+    def forward(self, rows_SD: torch.Tensor, ends_G: torch.Tensor, probs_S: torch.Tensor):
+        """`[S, D]` rows sorted by local expert -> (`[S, D]` rows times their routing weight, None)."""
+        out_SD = expert_mlp(
+            rows_SD,
+            probs_S,
+            ends_G,
+            self.w13,
+            self.w2,
+            b13_GF=self.b13,
+            b2_GD=self.b2 if self.etp_group.rank() == 0 else None,  # ranks are summed: add the bias once
+            activation=self.activation,
+            kernels=self.kernels,
+        )
+        return out_SD, None
+
+    def backward_dw(self) -> None:
+        """Weight gradients are computed in backward itself: nothing is left to do."""
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """Keys and global shapes of SequentialMLP: `experts.linear_fc1.weight` is `[E, 2F, D]`, cut on axis 0 by EP."""
+        axis = len(sharded_offsets)
+        ep_offset = (axis, self.ep_group.rank(), self.ep_group.size())
+        etp_rank, etp = self.etp_group.rank(), self.etp_group.size()
+        replica = (0, 0, self.expert_dp_group.rank())
+
+        def sharded(key: str, tensor: torch.nn.Parameter, *offsets, replica_id=replica) -> ShardedTensor:
+            return ShardedTensor.from_rank_offsets(
+                f"{prefix}experts.{key}",
+                tensor,
+                *sharded_offsets,
+                ep_offset,
+                *offsets,
+                replica_id=replica_id,
+                prepend_axis_num=axis,
+            )
+
+        def gated(key: str, tensor: torch.nn.Parameter):
+            if etp == 1:
+                return sharded(key, tensor)
+            whole = sharded(key, tensor, (axis + 1, etp_rank, etp))
+            return apply_swiglu_sharded_factory(whole, (*sharded_offsets, (axis, 0, 1)))
+
+        state = {
+            f"{prefix}w13": gated("linear_fc1.weight", self.w13),
+            f"{prefix}w2": sharded("linear_fc2.weight", self.w2, *([(axis + 2, etp_rank, etp)] if etp > 1 else [])),
+        }
+        if self.b13 is not None:
+            state[f"{prefix}b13"] = gated("linear_fc1.bias", self.b13)
+            state[f"{prefix}b2"] = sharded("linear_fc2.bias", self.b2, replica_id=(0, etp_rank, replica[2]))
+        return state
+
+
+def _activation(config) -> ExpertActivation:
+    if (card := getattr(config, "maniple_card", None)) is not None:
+        return ExpertActivation.from_card(card.moe)
+    # Megatron-LM's own arguments: plain SwiGLU, or the clamped form that its glu options describe
+    import torch.nn.functional as F
+
+    if not config.gated_linear_unit or config.activation_func is not F.silu:
+        raise ValueError("Maniple's experts are SwiGLU: pass --swiglu")
+    return ExpertActivation(limit=config.activation_func_clamp_value, up_offset=config.glu_linear_offset)

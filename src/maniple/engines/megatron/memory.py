@@ -1,0 +1,47 @@
+"""Counts the bytes that tensors hold while a program runs, on any device and under fake tensors."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class StorageMeter(TorchDispatchMode):
+    """`live` and `peak` bytes of all storages that operations under this mode have made and that still exist.
+
+    A storage is counted once however many tensors view it. `rounding` is the allocator's unit (512 bytes for CUDA's
+    caching allocator). Memory that kernels use inside one operation is not seen.
+    """
+
+    def __init__(self, rounding: int = 512) -> None:
+        super().__init__()
+        self.rounding = rounding
+        self.live = 0
+        self.peak = 0
+        self._known: dict[int, weakref.ref] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._see(leaf.untyped_storage())
+        return out
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = -(-storage.nbytes() // self.rounding) * self.rounding
+        self._known[key] = weakref.ref(storage, lambda _, key=key, size=size: self._forget(key, size))
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def _forget(self, key: int, size: int) -> None:
+        del self._known[key]
+        self.live -= size
+
+    def reset_peak(self) -> None:
+        self.peak = self.live

@@ -1,0 +1,174 @@
+"""The MoE layer in Megatron-Core's slot: its forward order and schedule hooks, with Maniple's router and dispatchers.
+
+`ManipleMoELayer` is a `MoELayer`, since upstream asks `isinstance(layer.mlp, MoELayer)`, and passes `(probs_TK,
+ids_TK)` where upstream passes dense `[T, E]` probabilities and a map. Shapes: T tokens on this rank, D hidden,
+E experts, K chosen a token, S slots of the expert-sorted buffer, G experts on this rank.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+
+from maniple.kernels.routing import RouterSpec, load_balance_loss, route, z_loss
+from maniple.moe.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
+
+_AUX_KIND = {"seq_aux_loss": "sequence", "aux_loss": "micro_batch", "global_aux_loss": "global_batch"}
+
+
+class ManipleRouter(TopKRouter):
+    """Router whose statistics come from the very ids that dispatch uses.
+
+    Buffers: `expert_bias` fp32 `[E]` (persistent, if the model has one), `local_tokens_per_expert` int64 `[E]`, counted
+    once a training forward and zeroed by the trainer after each step, and `loss_sums` fp32 `[2]`: aux and z loss summed
+    over micro-batches. None of them leaves its dtype when the model is cast to bf16.
+    """
+
+    def __init__(self, config, pg_collection=None, is_mtp_layer: bool = False) -> None:
+        super().__init__(config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer)
+        self.spec = router_spec(config)
+        device = torch.cuda.current_device()
+        counts_E = torch.zeros(config.num_moe_experts, dtype=torch.int64, device=device)
+        # TopKRouter has made an fp32 one where there is a bias; its sums are inexact past 2^24
+        self.__dict__.pop("local_tokens_per_expert", None)
+        self._buffers.pop("local_tokens_per_expert", None)
+        self.register_buffer("local_tokens_per_expert", counts_E, persistent=False)
+        self.register_buffer("loss_sums", torch.zeros(2, dtype=torch.float32, device=device), persistent=False)
+
+    def _apply(self, fn, recurse: bool = True):
+        """Casting the model (Float16Module) must not round the bias or the sums; moving it must move them."""
+        kept = {name: self._buffers[name] for name in ("expert_bias", "loss_sums") if self._buffers.get(name) is not None}
+        super()._apply(fn, recurse)
+        for name, before in kept.items():
+            self._buffers[name] = before.to(self._buffers[name].device)
+        return self
+
+    def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None):
+        """logits `[S, B, E]` -> (probs fp32 `[T, K]`, ids int64 `[T, K]`); `padding_mask` `[S, B]` is True at padding."""
+        length, batch = logits.shape[:2]
+        logits_TE = logits.reshape(length * batch, -1).float()
+        valid_T = None if padding_mask is None else ~padding_mask.reshape(-1)
+        learning = self.training and torch.is_grad_enabled()
+        if learning and self.config.moe_z_loss_coeff:
+            loss = z_loss(logits_TE, valid_T)
+            self.loss_sums[1] += loss.detach()
+            logits_TE = self._attach(logits_TE, loss * self.config.moe_z_loss_coeff / self.tp_cp_group.size(), valid_T)
+        routing = route(logits_TE, self.spec, self.expert_bias)
+        probs_TK = routing.probs_TK
+        if learning:
+            with torch.no_grad():
+                self.local_tokens_per_expert += routing.counts(valid_T)
+            for kind, coefficient in self._aux_losses():
+                groups = self.tp_dp_cp_group if kind == "global_batch" else self.tp_cp_group
+                loss = load_balance_loss(
+                    routing, kind=kind, sequence_length=length, batch_size=batch, valid_T=valid_T, group=groups
+                )
+                self.loss_sums[0] += loss.detach()
+                probs_TK = self._attach(probs_TK, loss * coefficient, valid_T)
+        return probs_TK, routing.ids_TK
+
+    def _aux_losses(self):
+        for name, kind in _AUX_KIND.items():
+            if (coefficient := self.get_aux_loss_coeff(name)) > 0:
+                yield kind, coefficient
+
+    def _attach(self, carrier: torch.Tensor, loss: torch.Tensor, valid_T: torch.Tensor | None) -> torch.Tensor:
+        """Adds `loss`'s gradient where `carrier`'s gradient passes. With per-token loss upstream divides every gradient
+        by the global batch's tokens, so the loss is multiplied by this micro-batch's (router.py,
+        `attach_and_log_load_balancing_loss`): what is left is the mean over micro-batches and data-parallel ranks."""
+        if self.calculate_per_token_loss:
+            tokens = carrier.shape[0] if valid_T is None else valid_T.sum()
+            loss = loss * tokens * self.tp_cp_group.size()
+        return MoEAuxLossAutoScaler.apply(carrier, loss)
+
+
+class EngineDispatcher(MoETokenDispatcher):
+    """Megatron-Core's six stages over one of Maniple's dispatchers, which keeps its metadata in a handle of its own."""
+
+    def __init__(self, config, pg_collection, dispatcher: Dispatcher) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        self.dispatcher = dispatcher
+        self.handle = None
+        self.shape: torch.Size | None = None
+
+    def dispatch_preprocess(self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor):
+        self.shape = tokens.shape
+        x_TD = tokens.reshape(-1, tokens.shape[-1])
+        rows, probs, self.handle = self.dispatcher.dispatch_preprocess(x_TD, routing_map, probs)
+        return rows, probs
+
+    def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor):
+        return self.dispatcher.token_dispatch(hidden_states, probs, self.handle)
+
+    def dispatch_postprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor):
+        rows_SD, probs_S, ends_G = self.dispatcher.dispatch_postprocess(hidden_states, probs, self.handle)
+        return rows_SD, ends_G, probs_S
+
+    def combine_preprocess(self, hidden_states: torch.Tensor):
+        return self.dispatcher.combine_preprocess(hidden_states, self.handle)
+
+    def token_combine(self, hidden_states: torch.Tensor):
+        return self.dispatcher.token_combine(hidden_states, self.handle)
+
+    def combine_postprocess(self, hidden_states: torch.Tensor):
+        out_TD = self.dispatcher.combine_postprocess(hidden_states, self.handle)
+        return out_TD.view(self.shape)
+
+
+class ManipleMoELayer(MoELayer):
+    """Upstream's MoE layer with the dispatcher that the job asks for. Raises ValueError for what it cannot run."""
+
+    def __init__(self, config, submodules=None, layer_number=None, pg_collection=None, is_mtp_layer=False, name=None):
+        if config.moe_shared_expert_overlap or config.moe_expert_capacity_factor is not None:
+            raise ValueError("Maniple's MoE layer has neither shared-expert overlap nor token dropping")
+        super().__init__(
+            config=config,
+            submodules=submodules,
+            layer_number=layer_number,
+            pg_collection=pg_collection,
+            is_mtp_layer=is_mtp_layer,
+            name=name,
+        )
+        self.token_dispatcher = EngineDispatcher(config, pg_collection, self._dispatcher(pg_collection))
+
+    def _dispatcher(self, groups) -> Dispatcher:
+        asked = self.config.maniple_moe.dispatcher if hasattr(self.config, "maniple_moe") else "auto"
+        spread = groups.ep.size() * groups.expt_tp.size() > 1
+        if asked == "local" and spread:
+            raise ValueError("dispatcher local needs all experts on each rank: use all_to_all, or EP x ETP = 1")
+        experts = self.config.num_moe_experts
+        if asked == "all_to_all" or spread:
+            etp_group = groups.expt_tp if groups.expt_tp.size() > 1 else None
+            static = getattr(self.config, "maniple_static_splits", False)
+            return AllToAllDispatcher(experts, groups.ep, etp_group=etp_group, static_splits=static)
+        return LocalDispatcher(experts)
+
+
+def router_spec(config) -> RouterSpec:
+    """The router of a config: the card's where Maniple made the config, else what Megatron-LM's arguments mean."""
+    if hasattr(config, "maniple_router"):
+        return config.maniple_router
+    groups = config.moe_router_num_groups or 1
+    group_topk = config.moe_router_group_topk or 1
+    # moe_utils.group_limited_topk scores a group by the sum of its best topk / group_topk experts
+    per_group = config.moe_router_topk // group_topk if groups > 1 else 1
+    if config.moe_router_score_function not in ("softmax", "sigmoid") or per_group not in (1, 2):
+        raise ValueError(
+            f"no router for score {config.moe_router_score_function} with topk {config.moe_router_topk} "
+            f"over {group_topk} groups"
+        )
+    sigmoid = config.moe_router_score_function == "sigmoid"
+    return RouterSpec(
+        num_experts=config.num_moe_experts,
+        topk=config.moe_router_topk,
+        score=config.moe_router_score_function,
+        # softmax over the chosen logits is softmax over all of them, renormalised
+        renormalize=(config.moe_router_topk > 1) if sigmoid else not config.moe_router_pre_softmax,
+        num_groups=groups,
+        group_topk=group_topk,
+        group_score="sum_top2" if per_group == 2 else "max",
+        route_scale=config.moe_router_topk_scaling_factor or 1.0,
+    )

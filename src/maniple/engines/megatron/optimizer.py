@@ -1,0 +1,47 @@
+"""Adam over Megatron-Core's buffers (distributed or not) and the learning-rate schedule."""
+
+from __future__ import annotations
+
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from maniple.config.schema import TrainConfig
+
+
+def build_optimizer(chunks: list, job: TrainConfig) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """Optimizer with fp32 main parameters and moments, and its schedule in optimizer steps."""
+    section, model_config = job.optimizer, chunks[0].config
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=section.learning_rate,
+        min_lr=section.min_learning_rate,
+        weight_decay=section.weight_decay,
+        adam_beta1=section.beta1,
+        adam_beta2=section.beta2,
+        adam_eps=section.epsilon,
+        clip_grad=section.clip_grad,
+        bf16=model_config.bf16,
+        params_dtype=model_config.params_dtype,
+        use_distributed_optimizer=job.parallel.distributed_optimizer,
+        overlap_param_gather=job.parallel.overlap_param_gather,
+    )
+    optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+    steps = job.train.steps
+    warmup = min(section.warmup_steps, steps - 1)
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=section.learning_rate,
+        min_lr=min(section.min_learning_rate, section.learning_rate),
+        lr_warmup_steps=warmup,
+        lr_decay_steps=steps,
+        lr_decay_style=section.decay_style,
+        start_wd=section.weight_decay,
+        end_wd=section.weight_decay,
+        wd_incr_steps=steps,
+        wd_incr_style="constant",
+        wsd_decay_steps=max(1, (steps - warmup) // 5) if section.decay_style == "WSD" else None,
+        lr_wsd_decay_style="linear" if section.decay_style == "WSD" else None,
+    )
+    scheduler.step(0)
+    return optimizer, scheduler

@@ -1,0 +1,55 @@
+"""A short continuation of a prompt by the model that has just been trained, at any layout."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from maniple.config.schema import TrainConfig
+
+
+@torch.no_grad()
+def generate(chunks, prompt: list[int], length: int, vocab_size: int, job: TrainConfig, device, *, temperature=0.8):
+    """`prompt` and `length` more token ids, drawn at `temperature` with the job's seed; the same on every rank.
+
+    Each token runs the whole sequence anew (there is no cache): it is for a look, not for serving.
+    """
+    size = job.data.sequence_length
+    tokens = list(prompt[: size - 1]) or [0]
+    generator = torch.Generator().manual_seed(job.train.seed)
+    for chunk in chunks:
+        chunk.eval()
+    positions_BS = torch.arange(size, device=device)[None].expand(job.train.micro_batch_size, -1)
+    for _ in range(length):
+        context = tokens[-(size - 1) :]
+
+        def forward(_, model, context=context):
+            # padding comes after the context, where a causal model cannot look
+            ids_BS = torch.zeros(job.train.micro_batch_size, size, dtype=torch.int64, device=device)
+            ids_BS[:, : len(context)] = torch.tensor(context, device=device)
+            logits_BSV = model(input_ids=ids_BS, position_ids=positions_BS, attention_mask=None)
+            return logits_BSV, lambda output, non_loss_data=True: output
+
+        outputs = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=None if len(chunks) == 1 else [None] * len(chunks),
+            model=chunks,
+            num_microbatches=parallel_state.get_pipeline_model_parallel_world_size(),
+            seq_length=size,
+            micro_batch_size=job.train.micro_batch_size,
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+        chosen = torch.zeros(1, dtype=torch.int64, device=device)
+        if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            logits_V = tensor_parallel.gather_from_tensor_model_parallel_region(outputs[0])[0, len(context) - 1]
+            weights_V = torch.softmax(logits_V[:vocab_size].float().cpu() / temperature, dim=-1)
+            chosen[0] = torch.multinomial(weights_V, 1, generator=generator).item()
+        # the last rank of the world is in the last stage; its draw is everyone's
+        dist.broadcast(chosen, src=dist.get_world_size() - 1)
+        tokens.append(int(chosen.item()))
+    for chunk in chunks:
+        chunk.train()
+    return tokens

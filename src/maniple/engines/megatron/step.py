@@ -1,0 +1,180 @@
+"""One optimizer step and one evaluation, over Megatron-Core's schedules (plain, 1F1B, interleaved)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+from maniple.config.schema import TrainConfig
+from maniple.engines.megatron.model import routers
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """Of one optimizer step, the same on every rank. Losses are means a token, in nats."""
+
+    loss: float
+    mtp_loss: float | None
+    aux_loss: float
+    z_loss: float
+    tokens: int
+    grad_norm: float
+    updated: bool
+    expert_counts: dict[int, list[int]]  # by layer from 0; MTP depth d is num_layers + d
+    stop: bool  # some rank asked to stop after this step
+
+
+def forward_step(device: torch.device, batches: Iterator[Batch], model: torch.nn.Module):
+    """The forward function that Megatron-Core's schedules call: (per-token losses, how to reduce them)."""
+    batch = {key: value.to(device, non_blocking=True) for key, value in next(batches).items()}
+    losses_BS = model(
+        input_ids=batch["tokens"],
+        position_ids=batch["position_ids"],
+        attention_mask=None,
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
+    return losses_BS, partial(reduce_loss, batch["loss_mask"])
+
+
+def reduce_loss(loss_mask_BS: torch.Tensor, losses_BS: torch.Tensor):
+    """(sum of the losses that count, how many count, both for the log): what `calculate_per_token_loss` asks for."""
+    loss_mask_BS = loss_mask_BS.float()
+    total = (losses_BS.float() * loss_mask_BS).sum()
+    tokens = loss_mask_BS.sum().to(torch.int)
+    return total, tokens, {"loss": torch.stack([total.detach(), tokens.float()])}
+
+
+def connect(chunks: list, optimizer, job: TrainConfig) -> None:
+    """Tells Megatron-Core's schedules how this job's gradients are finished, scaled and kept back."""
+    config = chunks[0].config
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    if job.parallel.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = no_sync[0] if len(chunks) == 1 else no_sync
+    if job.parallel.overlap_param_gather:
+        sync = [chunk.start_param_sync for chunk in chunks]
+        config.param_sync_func = sync[0] if len(chunks) == 1 else sync
+
+
+def micro_batches(job: TrainConfig) -> int:
+    """Forward passes a step and data-parallel rank."""
+    return job.train.global_batch_size // (job.train.micro_batch_size * parallel_state.get_data_parallel_world_size())
+
+
+def run_schedule(chunks: list, batches: list[Iterator[Batch]], job: TrainConfig, device, *, forward_only: bool):
+    """Runs one global batch through forward (and backward); the last stage's list of `{"loss": [sum, tokens]}`."""
+    return get_forward_backward_func()(
+        forward_step_func=partial(forward_step, device),
+        data_iterator=batches if len(chunks) > 1 else batches[0],
+        model=chunks,
+        num_microbatches=micro_batches(job),
+        seq_length=job.data.sequence_length,
+        micro_batch_size=job.train.micro_batch_size,
+        forward_only=forward_only,
+    )
+
+
+def train_step(chunks, optimizer, scheduler, batches, job: TrainConfig, device, *, ask_stop: bool = False) -> StepStats:
+    """Forward, backward and update of one global batch. Expert counts are read and zeroed here, once a step."""
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    counts = _CountSnapshot(chunks)
+    with counts:
+        reduced = run_schedule(chunks, batches, job, device, forward_only=False)
+    updated, grad_norm, _ = optimizer.step()
+    if updated:
+        scheduler.step(increment=1)
+    return _gather(chunks, reduced, counts, float(grad_norm or 0.0), bool(updated), job, device, ask_stop)
+
+
+@torch.no_grad()
+def evaluate(chunks, batches, job: TrainConfig, device) -> float:
+    """Mean loss a token (nats) over `train.eval_batches` global batches; the same on every rank."""
+    for chunk in chunks:
+        chunk.eval()
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    for _ in range(job.train.eval_batches):
+        for record in run_schedule(chunks, batches, job, device, forward_only=True):
+            totals += record["loss"].double()
+    for chunk in chunks:
+        chunk.train()
+    if parallel_state.get_tensor_model_parallel_rank() != 0:
+        totals.zero_()  # tensor-parallel ranks computed the same losses
+    dist.all_reduce(totals)
+    return (totals[0] / totals[1].clamp(min=1)).item()
+
+
+class _CountSnapshot:
+    """Copies each router's expert counts just before Megatron-Core zeroes them at the end of the backward pass."""
+
+    def __init__(self, chunks: list) -> None:
+        self.chunks, self.config = chunks, chunks[0].config
+        self.counts: dict[int, torch.Tensor] = {}
+
+    def __enter__(self) -> None:
+        finish = self.config.finalize_model_grads_func
+        self._finish = finish
+
+        def finish_and_copy(*args, **kwargs):
+            self.counts = {n: r.local_tokens_per_expert.clone() for n, r in routers(self.chunks).items()}
+            return finish(*args, **kwargs)
+
+        self.config.finalize_model_grads_func = finish_and_copy
+
+    def __exit__(self, *exc) -> None:
+        self.config.finalize_model_grads_func = self._finish
+        for router in routers(self.chunks).values():
+            router.local_tokens_per_expert.zero_()
+
+
+def _gather(chunks, reduced, counts, grad_norm, updated, job, device, ask_stop) -> StepStats:
+    """Sums this rank's part of every figure over the world. Every rank enters, whatever layers it holds."""
+    config = chunks[0].config
+    found = routers(chunks)
+    first_of_tp = parallel_state.get_tensor_model_parallel_rank() == 0
+    layers = config.num_layers + (config.mtp_num_layers or 0)
+    sums = torch.zeros(6, dtype=torch.float64, device=device)
+    if first_of_tp:
+        for record in reduced:
+            sums[:2] += record["loss"].double()
+        mtp = MTPLossLoggingHelper.tracker.get("loss_values")
+        if mtp is not None:
+            sums[2] = mtp.double().mean()
+    for router in found.values():
+        sums[3:5] += router.loss_sums.double()
+        router.loss_sums.zero_()
+    MTPLossLoggingHelper.clean_metrics_in_tracker()
+    sums[5] = float(ask_stop)
+    dist.all_reduce(sums)
+    table = torch.zeros(layers, config.num_moe_experts, dtype=torch.int64, device=device)
+    for layer, counts_E in counts.counts.items():
+        table[layer] = counts_E
+    dist.all_reduce(table)
+    loss, tokens, mtp_sum, aux, z, stop = sums.tolist()
+    passes = micro_batches(job) * parallel_state.get_data_parallel_world_size()
+    shards = parallel_state.get_tensor_model_parallel_world_size() * parallel_state.get_context_parallel_world_size()
+    dense = config.moe_layer_freq.count(0) if isinstance(config.moe_layer_freq, list) else 0
+    return StepStats(
+        loss=loss / max(tokens, 1.0),
+        mtp_loss=mtp_sum / passes if config.mtp_num_layers else None,
+        aux_loss=aux / passes / max(1, layers - dense),
+        z_loss=z / passes / shards / max(1, layers - dense),
+        tokens=int(tokens),
+        grad_norm=grad_norm,
+        updated=updated,
+        expert_counts={layer: row for layer, row in enumerate(table.tolist()) if any(row)},
+        stop=stop > 0,
+    )

@@ -1,0 +1,80 @@
+"""One GPU's figures: vendor peaks, and beside them what was really attained, never mixed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
+
+from maniple.errors import UserError
+
+Dtype = Literal["bf16", "fp16", "fp8", "mxfp8"]
+
+
+class _Figures(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Link(_Figures):
+    """The links of a GPU to the others of its node."""
+
+    kind: Literal["nvlink", "infinity_fabric"]
+    links: int = Field(ge=1, description="links a GPU; Infinity Fabric joins each pair of 8 GPUs with one of its 7")
+    gb_per_s: PositiveFloat = Field(description="10^9 bytes a second, one direction, all links together")
+
+
+class Attained(_Figures):
+    """Measured on the device, so the planner can tell what is possible from what is printed."""
+
+    tflops: dict[Dtype, PositiveFloat]
+    memory_gb_per_s: PositiveFloat = Field(description="of a copy, bytes read plus bytes written")
+    link_gb_per_s: PositiveFloat = Field(description="one direction")
+    provenance: str
+
+
+class GPU(_Figures):
+    """A GPU card. Units are in the fields' names; the properties give plain bytes and FLOP/s."""
+
+    name: str
+    vendor: Literal["nvidia", "amd"]
+    architecture: str = Field(description="as compilers name it: sm_90, gfx950, ...")
+    device_token: str = Field(description="the word of `torch.cuda.get_device_name()` that means this GPU")
+    peak_tflops: dict[Dtype, PositiveFloat] = Field(description="dense matrix products, never with sparsity")
+    fp8_format: Literal["ocp", "fnuz"]
+    mxfp8_native: bool = Field(description="block-scaled (1x32, E8M0) products in hardware")
+    memory_gb: PositiveFloat
+    memory_gb_per_s: PositiveFloat
+    link: Link
+    gpus_per_node: int = Field(ge=1, description="GPUs that `link` joins")
+    scale_out_gb_per_s: PositiveFloat = Field(description="to other nodes, one direction, a GPU")
+    source: str
+    attained: Attained | None = None
+
+    @model_validator(mode="after")
+    def _native_formats(self) -> GPU:
+        if ("mxfp8" in self.peak_tflops) != self.mxfp8_native:
+            raise ValueError(f"{self.name}: a peak for mxfp8 and mxfp8_native go together")
+        return self
+
+    def peak_flops(self, dtype: str = "bf16") -> float:
+        """Dense vendor peak in FLOP/s. Raises UserError for a dtype this GPU has no hardware for."""
+        for known, tflops in self.peak_tflops.items():
+            if known == dtype:
+                return tflops * 1e12
+        raise UserError(f"{self.name} has no {dtype} matrix products: choose one of {', '.join(self.peak_tflops)}")
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(self.memory_gb * 1e9)
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        return self.memory_gb_per_s * 1e9
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        return self.link.gb_per_s * 1e9
+
+    @property
+    def scale_out_bytes_per_s(self) -> float:
+        return self.scale_out_gb_per_s * 1e9

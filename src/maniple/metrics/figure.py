@@ -1,0 +1,262 @@
+"""`curves.png`: one picture that tells whether a run learned and whether its experts shared the work.
+
+Loss (training, smoothed, validation, against the unigram entropy), learning rate and speed, each MoE layer's share of
+tokens by expert against the uniform share, and the imbalance over time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from maniple.metrics.balance import expert_balance
+from maniple.metrics.records import read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import SubFigure
+
+_INK, _GREY, _GRID = "#22272e", "#8b949e", "#e6e9ed"
+_BLUE, _ORANGE, _GREEN, _RED = "#2563eb", "#ea7317", "#15803d", "#c2263a"
+_LEFT = 0.014  # where headings begin, as a share of the width
+_MAX_LAYERS = 6  # more layers than this: that many of them, evenly chosen
+_MAX_LINES = 16  # more experts than this: a map instead of lines
+_SMOOTHING = 1 / 80  # standard deviation of the smoothing window, as a share of the run
+
+_STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "text.color": _INK,
+    "axes.edgecolor": _GRID,
+    "axes.labelcolor": _INK,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": _GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": _GREY,
+    "ytick.color": _GREY,
+    "xtick.labelcolor": _INK,
+    "ytick.labelcolor": _INK,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+}
+
+
+def draw_curves(
+    metrics_jsonl: Path | str,
+    out_png: Path | str,
+    *,
+    unigram_entropy: float | None = None,
+    title: str | None = None,
+) -> Path:
+    """Draws the records of a `metrics.jsonl` (keys: see `writer`) and returns the picture's path.
+
+    unigram_entropy: nats a token; drawn as the line that a model must get below. Panels without data are left out.
+    Raises ValueError if the file has no training record.
+    """
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    records = read_metrics(metrics_jsonl)
+    training = [record for record in records if "loss" in record]
+    validation = [record for record in records if record.get("validation_loss") is not None]
+    if not training:
+        raise ValueError(f"{metrics_jsonl} has no training record to draw")
+    steps_N, counts_NLE = _expert_counts(training)
+    num_layers = counts_NLE.shape[1]
+
+    with matplotlib.rc_context(_STYLE):
+        panels = min(num_layers, _MAX_LAYERS)
+        columns = {1: 1, 2: 2, 4: 2}.get(panels, 3)
+        rows = -(-panels // columns)
+        heights = [3.9] + ([2.35 * rows + 0.35, 2.2] if num_layers else [])
+        figure = Figure(figsize=(11.5, sum(heights) + 0.5), dpi=140, facecolor="white", layout="constrained")
+        FigureCanvasAgg(figure)
+        figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08)
+        name = title or Path(metrics_jsonl).resolve().parent.name
+        figure.suptitle(name, x=_LEFT, ha="left", size=14, weight="bold")
+        parts = np.atleast_1d(figure.subfigures(len(heights), 1, height_ratios=heights))
+        _draw_learning(parts[0], training, validation, unigram_entropy)
+        if num_layers:
+            _draw_experts(parts[1], steps_N, counts_NLE, rows, columns)
+            _draw_imbalance(parts[2], steps_N, counts_NLE)
+        out = Path(out_png)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out)
+    return out
+
+
+def _expert_counts(training: Sequence[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
+    """Steps [N] and counts [N, L, E] of the records that have them, all of the last one's shape."""
+    having = [(record["step"], record["expert_counts"]) for record in training if record.get("expert_counts")]
+    if not having:
+        return np.zeros(0), np.zeros((0, 0, 0))
+    shape = np.shape(having[-1][1])
+    same = [(step, counts) for step, counts in having if np.shape(counts) == shape]
+    return np.array([step for step, _ in same]), np.array([counts for _, counts in same], dtype=np.float64)
+
+
+def _series(records: Sequence[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of `key`, both [N]; null (a value that was not finite) becomes NaN, a gap in the line."""
+    having = [record for record in records if key in record]
+    values = [np.nan if record[key] is None else record[key] for record in having]
+    return np.array([record["step"] for record in having]), np.array(values, dtype=np.float64)
+
+
+def _smoothed(values_N: np.ndarray) -> np.ndarray:
+    """Average [N] under a centred Gaussian, which unlike a trailing average does not lag. A gap (NaN) stays a gap."""
+    sigma = _SMOOTHING * len(values_N)
+    if sigma < 0.5:
+        return values_N
+    reach = int(3 * sigma) + 1
+    window = np.exp(-0.5 * (np.arange(-reach, reach + 1) / sigma) ** 2)
+    known_N = np.isfinite(values_N)
+    # "full" and a slice, since "same" returns the window's length where that is longer than the values.
+    sums_N = np.convolve(np.where(known_N, values_N, 0.0), window)[reach : reach + len(values_N)]
+    weights_N = np.convolve(known_N.astype(np.float64), window)[reach : reach + len(values_N)]
+    return np.where(known_N, sums_N / np.maximum(weights_N, 1e-300), np.nan)
+
+
+def _draw_learning(
+    part: SubFigure,
+    training: Sequence[dict[str, Any]],
+    validation: Sequence[dict[str, Any]],
+    unigram_entropy: float | None,
+) -> None:
+    side = [
+        (key, name, color)
+        for key, name, color in (
+            ("learning_rate", "learning rate", _GREEN),
+            ("tokens_per_second_per_gpu", "tokens / s / device", _ORANGE),
+        )
+        if any(key in record for record in training)
+    ]
+    grid = part.add_gridspec(max(1, len(side)), 2 if side else 1, width_ratios=[2.5, 1] if side else [1])
+    axes = part.add_subplot(grid[:, 0])
+    steps, losses = _series(training, "loss")
+    marker = "o" if len(steps) == 1 else None
+    axes.plot(steps, losses, color=_BLUE, alpha=0.28, lw=0.9)
+    axes.plot(steps, _smoothed(losses), color=_BLUE, lw=1.9, marker=marker, label="training")
+    if validation:
+        axes.plot(
+            *_series(validation, "validation_loss"),
+            color=_RED,
+            lw=1.1,
+            marker="o",
+            ms=5,
+            mec="white",
+            mew=0.9,
+            label=f"validation, at last {validation[-1]['validation_loss']:.3f}",
+        )
+    if unigram_entropy is not None:
+        label = f"unigram entropy {unigram_entropy:.3f}"
+        axes.axhline(unigram_entropy, color=_INK, ls=(0, (5, 3)), lw=1.1, label=label)
+    axes.set(title="Loss, nats a token", xlabel="step")
+    _step_axis(axes)
+    axes.legend(loc="best" if len(steps) == 1 else "upper right")
+    for row, (key, name, color) in enumerate(side):
+        small = part.add_subplot(grid[row, 1], sharex=axes)
+        small.plot(*_series(training, key), color=color, lw=1.4, marker=marker)
+        small.set_title(name[0].upper() + name[1:])
+        small.set_ylim(bottom=0)
+        _step_axis(small)
+        if key == "learning_rate":
+            small.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+        if row == len(side) - 1:
+            small.set_xlabel("step")
+        else:
+            small.tick_params(labelbottom=False)
+
+
+def _step_axis(axes: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.margins(x=0.015)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
+
+
+def _draw_experts(part: SubFigure, steps_N: np.ndarray, counts_NLE: np.ndarray, rows: int, columns: int) -> None:
+    from matplotlib import colormaps
+
+    _, num_layers, num_experts = counts_NLE.shape
+    totals_NL1 = counts_NLE.sum(axis=2, keepdims=True)
+    shares_NLE = 100 * np.divide(counts_NLE, totals_NL1, out=np.zeros_like(counts_NLE), where=totals_NL1 > 0)
+    uniform = 100 / num_experts
+    shown = np.unique(np.linspace(0, num_layers - 1, min(num_layers, _MAX_LAYERS)).round().astype(int))
+    heading = "Load: each expert's share of the tokens"
+    if len(shown) < num_layers:
+        heading += f", {len(shown)} of {num_layers} MoE layers"
+    if num_experts <= _MAX_LINES:
+        heading += f" (dashed: the uniform share, {uniform:.3g} %)"
+    part.suptitle(heading, x=_LEFT, ha="left", size=11, weight="bold")
+    all_axes = np.atleast_1d(part.subplots(rows, columns, sharex=True, sharey=True)).ravel()
+    for spare in all_axes[len(shown) :]:
+        spare.set_axis_off()
+    colors = [*colormaps["tab10"].colors, *colormaps["Dark2"].colors]
+    image = None
+    for place, (axes, layer) in enumerate(zip(all_axes, shown, strict=False)):
+        axes.set_title(f"MoE layer {layer + 1}", weight="normal")
+        if num_experts <= _MAX_LINES:
+            for expert in range(num_experts):
+                shares_N, color = shares_NLE[:, layer, expert], colors[expert]
+                axes.plot(steps_N, shares_N, color=color, lw=0.7, alpha=0.25)
+                axes.plot(steps_N, _smoothed(shares_N), color=color, lw=1.3, marker="o" if len(steps_N) == 1 else None)
+            axes.axhline(uniform, color=_INK, ls=(0, (5, 3)), lw=1.1, zorder=5)
+            axes.set_ylim(0, max(2.0 * uniform, 1.04 * shares_NLE[:, shown].max()))
+        else:
+            busy = float(np.percentile(shares_NLE[:, shown], 99.5)) / uniform
+            image = _draw_map(axes, steps_N, shares_NLE[:, layer] / uniform, max(2.0, busy))
+        _step_axis(axes)
+        if place % columns == 0:
+            axes.set_ylabel("% of tokens" if image is None else "expert")
+        if place >= (rows - 1) * columns:
+            axes.set_xlabel("step")
+    if image is not None:
+        bar = part.colorbar(image, ax=list(all_axes), pad=0.01, aspect=30, extend="max")
+        bar.set_label("share / uniform share", labelpad=8)
+        bar.outline.set_visible(False)
+
+
+def _draw_map(axes: Axes, steps_N: np.ndarray, ratios_NE: np.ndarray, top: float) -> Any:
+    """Experts by steps, blue below the uniform share, white at it, red above."""
+    from matplotlib.colors import TwoSlopeNorm
+
+    axes.grid(False)
+    centers_E = np.arange(ratios_NE.shape[1])
+    return axes.pcolormesh(
+        steps_N, centers_E, ratios_NE.T, cmap="RdBu_r", norm=TwoSlopeNorm(1.0, 0.0, top), shading="nearest"
+    )
+
+
+def _draw_imbalance(part: SubFigure, steps_N: np.ndarray, counts_NLE: np.ndarray) -> None:
+    balances = [expert_balance(counts_LE) for counts_LE in counts_NLE]
+    per_layer_NL = np.array([balance.per_layer for balance in balances])
+    axes = part.subplots()
+    marker = "o" if len(steps_N) == 1 else None
+    axes.fill_between(
+        steps_N,
+        per_layer_NL.min(axis=1),
+        per_layer_NL.max(axis=1),
+        color=_ORANGE,
+        alpha=0.18,
+        lw=0,
+        label="range of the layers",
+    )
+    axes.plot(steps_N, [b.overall for b in balances], color=_ORANGE, lw=1.7, marker=marker, label="all layers together")
+    axes.axhline(1.0, color=_INK, ls=(0, (5, 3)), lw=1.1, label="perfect balance")
+    axes.set(title="Imbalance: busiest expert over mean expert", xlabel="step")
+    axes.set_ylim(0.9, 1.25 * max(balance.overall for balance in balances))  # room for the legend
+    _step_axis(axes)
+    empty = [balance.empty_fraction for balance in balances]
+    if max(empty):
+        axes.plot([], [], " ", label=f"experts without a token: {100 * empty[-1]:.1f} % at last")
+    axes.legend(loc="upper right", ncols=4)

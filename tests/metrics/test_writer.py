@@ -1,0 +1,88 @@
+import json
+import logging
+
+import pytest
+
+from maniple.metrics import MetricsWriter, read_metrics, setup_logging
+
+
+@pytest.fixture(autouse=True)
+def _restore_logging():
+    logger = logging.getLogger("maniple")
+    before = (list(logger.handlers), logger.level, logger.propagate)
+    yield
+    for handler in logger.handlers:
+        if handler not in before[0]:
+            handler.close()
+    logger.handlers[:], logger.level, logger.propagate = before
+
+
+def steps(path):
+    return [record["step"] for record in read_metrics(path)]
+
+
+def test_each_record_is_on_disk_when_log_returns(tmp_path):
+    with MetricsWriter(tmp_path / "run") as writer:
+        writer.log(1, {"loss": 2.5, "expert_counts": [[1, 2], [3, 0]]})
+        (record,) = map(json.loads, writer.path.read_text().splitlines())
+    assert record.pop("time") > 1e9
+    assert record == {"step": 1, "loss": 2.5, "expert_counts": [[1, 2], [3, 0]]}
+
+
+def test_resuming_keeps_the_past_and_drops_what_will_be_made_again(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(1, 6):
+            writer.log(step, {"loss": 1.0})
+    with MetricsWriter(tmp_path, resumed_step=3) as writer:
+        writer.log(4, {"loss": 9.0})
+    assert steps(tmp_path / "metrics.jsonl") == [1, 2, 3, 4]
+    assert read_metrics(tmp_path / "metrics.jsonl")[-1]["loss"] == 9.0
+
+
+def test_a_new_run_in_the_same_folder_sets_the_former_aside(tmp_path):
+    for first_step in (1, 10, 20):
+        with MetricsWriter(tmp_path) as writer:
+            writer.log(first_step, {"loss": 1.0})
+    assert steps(tmp_path / "metrics.jsonl") == [20]
+    assert steps(tmp_path / "metrics.1.jsonl") == [1]
+    assert steps(tmp_path / "metrics.2.jsonl") == [10]
+
+
+def test_other_ranks_write_their_log_and_nothing_else(tmp_path):
+    setup_logging(tmp_path, rank=3)
+    with MetricsWriter(tmp_path, rank=3, tensorboard=True) as writer:
+        writer.log(7, {"loss": 1.25, "expert_counts": [[1]]})
+    text = (tmp_path / "logs" / "rank_3.log").read_text()
+    assert "rank 3" in text
+    assert "step=7 loss=1.25" in text
+    assert "expert_counts" not in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["logs"]
+
+
+def test_logging_again_appends_and_does_not_double(tmp_path):
+    for word in ("first", "second"):
+        setup_logging(tmp_path, rank=0).info(word)
+    lines = (tmp_path / "logs" / "rank_0.log").read_text().splitlines()
+    assert [line.rsplit(" ", 1)[1] for line in lines] == ["first", "second"]
+
+
+def test_the_terminal_has_rank_0_and_warnings_of_others_only(tmp_path, capsys):
+    setup_logging(tmp_path, rank=0)
+    logging.getLogger("maniple.train").info("reads synthetic data [not text]")
+    MetricsWriter(tmp_path).log(1, {"loss": 1.0})
+    assert capsys.readouterr() == ("", "reads synthetic data [not text]\n")
+    log = setup_logging(tmp_path, rank=2)
+    log.info("quiet")
+    log.warning("loud")
+    assert capsys.readouterr() == ("", "warning: rank 2: loud\n")
+
+
+def test_tensorboard_gets_the_scalars(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with MetricsWriter(tmp_path, tensorboard=True) as writer:
+        for step in (1, 2):
+            writer.log(step, {"loss": 3.0 / step, "data": "synthetic", "expert_counts": [[1, 2]]})
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Tags()["scalars"] == ["loss"]
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 3.0), (2, 1.5)]
