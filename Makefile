@@ -28,8 +28,8 @@ test-fast: env
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m "not slow and not distributed and not gpu" $(ARGS)
 
 lint: env
-	@$(PY) -m ruff format --check --quiet . || { echo "run: make format"; exit 1; }
-	@$(PY) -m ruff check --quiet .
+	@$(PY) -m ruff format --check --quiet --output-format concise . || { echo "run: make format"; exit 1; }
+	@$(PY) -m ruff check --quiet --output-format concise .
 	@$(PY) -m mypy
 	@$(PY) -m codespell_lib
 	@echo "lint: clean"
@@ -51,7 +51,7 @@ $(STAMP): pyproject.toml requirements/constraints.txt
 	fi
 	@echo "env: installing what requirements/constraints.txt pins (several GB the first time; minutes)"
 	@$(PY) -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt -e '.[dev]'
-	@$(PY) -c 'import torch, megatron.core, maniple; print("env: ready: maniple", maniple.__version__, "torch", torch.__version__)'
+	@$(PY) -c 'import torch, maniple; print("env: ready: maniple", maniple.__version__, "torch", torch.__version__)'
 	@touch $@
 
 clean:

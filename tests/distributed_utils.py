@@ -30,7 +30,9 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         pipes, processes = [], []
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(sender, store, fn, rank, world_size, args, timeout), daemon=True)
+            process = context.Process(
+                target=_child, args=(sender, store, fn, rank, world_size, args, timeout), daemon=True
+            )
             process.start()
             sender.close()  # the child holds the only writing end, so that its death is seen here as end of file
             pipes.append(receiver)

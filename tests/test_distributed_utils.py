@@ -6,8 +6,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-
 from tests.distributed_utils import run_ranks
+
+pytestmark = pytest.mark.distributed
 
 
 def _sum(rank, world_size, start):

@@ -10,6 +10,7 @@ import faulthandler
 import json
 import os
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +21,10 @@ from maniple.errors import UserError
 from maniple.launch import worker
 
 app = typer.Typer(
-    name="maniple", help="Trains mixture-of-experts language models.", add_completion=False, pretty_exceptions_enable=False
+    name="maniple",
+    help="Trains mixture-of-experts language models.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
 )
 data_app = typer.Typer(help="Datasets for training.")
 config_app = typer.Typer(help="Job files.")
@@ -28,8 +32,8 @@ app.add_typer(data_app, name="data")
 app.add_typer(config_app, name="config")
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="job file (YAML)")]
-OptionalConfig = Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="job file (YAML); none: the defaults")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="overrides, as with --set")]
+OptionalConfig = Annotated[Path | None, typer.Argument(metavar="CONFIG", help="job file (YAML); none: the defaults")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="overrides, as with --set")]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one value: train.steps=50")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output")]
 
@@ -49,7 +53,9 @@ def train(
     config: Config,
     overrides: Overrides = None,
     set_: Set = None,
-    nproc: Annotated[int | None, typer.Option(help="processes on this node; default: one a visible GPU, else 1")] = None,
+    nproc: Annotated[
+        int | None, typer.Option(help="processes on this node; default: one a visible GPU, else 1")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="the run's name: its folder is runs/NAME")] = None,
     resume: Annotated[str | None, typer.Option(metavar="auto|DIR", help="go on from a checkpoint")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="one step of one rank, without a GPU or memory")] = False,
@@ -69,8 +75,8 @@ def train(
     from maniple.config.load import load
 
     sets = [*(set_ or []), *(overrides or [])]
-    sets += [] if name is None else [f"name={json.dumps(name)}"]
-    sets += [] if resume is None else [f"checkpoint.resume={json.dumps(resume)}"]
+    sets += [] if name is None else [f"name={json.dumps(name, ensure_ascii=False)}"]
+    sets += [] if resume is None else [f"checkpoint.resume={json.dumps(resume, ensure_ascii=False)}"]
     job = load(config, sets).config
     card = resolve_card(job)
 
@@ -133,46 +139,51 @@ def models(
     name: Annotated[str | None, typer.Argument(help="one model: its whole card")] = None, as_json: AsJson = False
 ) -> None:
     """List the model cards, with exact parameter counts."""
-    from rich.console import Console
-    from rich.table import Table
-
     from maniple.models import load_card
     from maniple.models.table import row, rows
 
-    if name is not None:
-        card = load_card(name)
-        facts = row(card) | {"card": card.model_dump(mode="json")}
+    if name is None:
+        every = rows()
         if as_json:
-            print(json.dumps(facts, indent=2))
-            return
-        table = Table("fact", "value", box=None, pad_edge=False)
-        for key, value in _flat(facts):
-            table.add_row(key, f"{value:,}" if type(value) is int else str(value))
-    else:
-        facts = rows()
-        if as_json:
-            print(json.dumps(facts, indent=2))
-            return
-        table = Table("model", box=None, pad_edge=False)
-        for heading in ("total", "active", "layers", "experts", "top-k"):
-            table.add_column(heading, justify="right")
-        table.add_column("attention")
-        table.add_column("router")
-        for fact in facts:
-            table.add_row(
-                fact["name"],
-                f"{fact['total_parameters'] / 1e9:.2f}B",
-                f"{fact['active_parameters'] / 1e9:.2f}B",
-                f"{fact['layers']}" + (f" + {fact['mtp_layers']} MTP" if fact["mtp_layers"] else ""),
-                str(fact["experts"]),
-                str(fact["topk"]),
-                fact["attention"],
-                fact["router"],
+            print(json.dumps(every, indent=2))
+        else:
+            _print_table(
+                ["model", "total", "active", "layers", "experts", "top-k", "attention", "router"],
+                [
+                    [
+                        facts["name"],
+                        f"{facts['total_parameters'] / 1e9:.2f}B",
+                        f"{facts['active_parameters'] / 1e9:.2f}B",
+                        f"{facts['layers']}" + (f" + {facts['mtp_layers']} MTP" if facts["mtp_layers"] else ""),
+                        *(str(facts[key]) for key in ("experts", "topk", "attention", "router")),
+                    ]
+                    for facts in every
+                ],
+                numbers=range(1, 6),
             )
-    Console(width=None if sys.stdout.isatty() else 200).print(table, markup=False, highlight=False)
+        return
+    card = load_card(name)
+    facts = row(card) | {"card": card.model_dump(mode="json")}
+    if as_json:
+        print(json.dumps(facts, indent=2))
+    else:
+        lines = [[key, f"{value:,}" if type(value) is int else str(value)] for key, value in _flat(facts)]
+        _print_table(["fact", "value"], lines)
 
 
-def _flat(facts: dict, prefix: str = ""):
+def _print_table(headings: list[str], lines: list[list[str]], numbers: Iterable[int] = ()) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if index in numbers else "left")
+    for line in lines:
+        table.add_row(*line)
+    Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False).print(table)
+
+
+def _flat(facts: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
     for key, value in facts.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from maniple.metrics import MetricsWriter, draw_curves
-from maniple.metrics.figure import _expert_counts, _series, _smoothed
+from maniple.metrics.figure import _read, _series, _smoothed
 
 
 def run(folder, layers, experts, steps, nan_at=None, shape_changes_at=None):
@@ -65,19 +65,29 @@ def test_smoothing_does_not_lag():
     np.testing.assert_allclose(_smoothed(ramp)[20:-20], ramp[20:-20], rtol=1e-12)
 
 
-def test_series_and_counts_take_the_records_that_have_them():
+def test_records_are_sorted_into_what_they_are():
     records = [
         {"step": 1, "loss": 2.0, "expert_counts": [[1]]},
         {"step": 2, "loss": None, "expert_counts": [[1, 2]]},
-        {"step": 3},
+        {"step": 3, "validation_loss": 1.5},
         {"step": 4, "loss": 1.0, "expert_counts": [[3, 4]]},
     ]
-    steps, values = _series(records, "loss")
+    training, validation, steps_N, counts_NLE = _read(records)
+    steps, values = _series(training, "loss")
     assert steps.tolist() == [1, 2, 4]
     np.testing.assert_array_equal(values, [2.0, np.nan, 1.0])
-    steps_N, counts_NLE = _expert_counts(records)
+    assert validation == [{"step": 3, "validation_loss": 1.5}]
     assert steps_N.tolist() == [2, 4]
     assert counts_NLE.tolist() == [[[1, 2]], [[3, 4]]]
+
+
+def test_counts_of_a_long_run_are_thinned_out_evenly():
+    records = ({"step": step, "loss": 1.0, "expert_counts": [[step, 1]]} for step in range(1, 5001))
+    training, _, steps_N, counts_NLE = _read(records)
+    assert len(training) == 5000
+    assert 500 <= len(steps_N) <= 1000
+    assert set(np.diff(steps_N)) == {8}
+    np.testing.assert_array_equal(counts_NLE[:, 0, 0], steps_N)
 
 
 def test_importing_the_package_loads_nothing_heavy():

@@ -27,7 +27,7 @@ def test_card_is_named_like_its_file_and_names_its_source(name):
     card = load_card(name)
     assert card.name == name == name.lower()
     assert card.huggingface is not None
-    assert card.huggingface.count("/") == 1
+    assert len(card.huggingface.split("/")) == 2
     assert card.published is not None
 
 

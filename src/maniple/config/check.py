@@ -202,13 +202,13 @@ def _check_pipeline(config: TrainConfig, card: ModelCard, num_micro_batches: int
         )
     if stages is None and card.num_layers % (ranks * chunks):
         raise UserError(
-            f"the model's {card.num_layers} layers do not divide over {ranks * chunks} = pipeline_parallel_size {ranks} "
-            f"x virtual_pipeline_size {chunks}: change them, or give parallel.pipeline_layout"
+            f"the model's {card.num_layers} layers do not divide over {ranks * chunks} = pipeline_parallel_size "
+            f"{ranks} x virtual_pipeline_size {chunks}: change them, or give parallel.pipeline_layout"
         )
     if chunks > 1 and num_micro_batches % ranks:
         raise UserError(
-            f"{num_micro_batches} micro-batches a step (train.global_batch_size over micro_batch_size and data-parallel "
-            f"ranks) is not a multiple of parallel.pipeline_parallel_size {ranks}, which the interleaved schedule needs"
+            f"{num_micro_batches} micro-batches a step (train.global_batch_size over micro_batch_size and data-parallel"
+            f" ranks) is not a multiple of parallel.pipeline_parallel_size {ranks}, as the interleaved schedule needs"
         )
 
 

@@ -21,7 +21,8 @@ _LONGEST = 20_000  # symbols after unrolling: far past any model, and short of e
 def parse_layout(text: str) -> list[str]:
     """The stages in order, each a string over `EtmL`, e.g. `Et|(tt|)*2mL` gives `["Et", "tt", "tt", "mL"]`.
 
-    Raises UserError for a symbol it does not know, an unbalanced or nested bracket, a repeat without a count, or an empty stage.
+    Raises UserError for a symbol it does not know, an unbalanced or nested bracket, a repeat without a
+    count, or an empty stage.
     """
     stages = _unroll(text, text.replace(",", "")).split("|")
     if "" in stages:

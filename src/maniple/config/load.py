@@ -172,7 +172,9 @@ def _section(field: FieldInfo, key: str) -> type[BaseModel] | None:
         return ModelCard
     kind = field.annotation
     if typing.get_origin(kind) in (typing.Union, types.UnionType):  # MLA | None
-        kind = next((arg for arg in typing.get_args(kind) if isinstance(arg, type) and issubclass(arg, BaseModel)), kind)
+        kind = next(
+            (arg for arg in typing.get_args(kind) if isinstance(arg, type) and issubclass(arg, BaseModel)), kind
+        )
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
@@ -249,7 +251,12 @@ _EXPECTED = {
     "dict": "a mapping of keys",
     "model": "a mapping of keys",
 }
-_BOUNDS = {"greater_than_equal": "at least", "greater_than": "more than", "less_than_equal": "at most", "less_than": "less than"}
+_BOUNDS = {
+    "greater_than_equal": "at least",
+    "greater_than": "more than",
+    "less_than_equal": "at most",
+    "less_than": "less than",
+}
 
 
 def explained(error: ValidationError, prefix: str = "") -> str:

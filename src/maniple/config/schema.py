@@ -22,9 +22,7 @@ Blend = Annotated[list[str], BeforeValidator(_weights_as_text)]  # [0.7, a, 0.3,
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=False, protected_namespaces=(), allow_inf_nan=False
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, protected_namespaces=(), allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -65,7 +63,9 @@ class MoEConfig(Section):
 
 
 class PrecisionConfig(Section):
-    dtype: Literal["bf16", "fp32"] = Field("bf16", description="of parameters and activations; main parameters are fp32")
+    dtype: Literal["bf16", "fp32"] = Field(
+        "bf16", description="of parameters and activations; main parameters are fp32"
+    )
     recipe: Literal["bf16", "fp8", "fp8_block", "mxfp8"] = Field("bf16", description="of the GEMMs: see docs")
 
 

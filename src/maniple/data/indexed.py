@@ -85,16 +85,15 @@ def open_indexed(prefix: str) -> IndexedFile:
     idx, data = Path(prefix + ".idx"), Path(prefix + ".bin")
     missing = [file.name for file in (idx, data) if not file.is_file()]
     if missing:
-        raise UserError(
-            f"dataset {prefix}: {' and '.join(missing)} not found; make it with `maniple data prepare` or mend data.train"
-        )
+        names = " and ".join(missing)
+        raise UserError(f"dataset {prefix}: {names} not found; mend the prefix, or make it with `maniple data prepare`")
     with open(idx, "rb") as stream:
         header = stream.read(_HEADER.size)
     if len(header) < _HEADER.size or header[:9] != _MAGIC:
         raise UserError(f"dataset {prefix}: {idx.name} is not a Megatron index; make it with `maniple data prepare`")
     _, version, code, sequences, bounds = _HEADER.unpack(header)
     if version != _VERSION or code not in _CODES:
-        raise UserError(f"dataset {prefix}: {idx.name} has version {version} and token type {code}, which are not known")
+        raise UserError(f"dataset {prefix}: {idx.name} has unknown version {version} or token type {code}")
     dtype = np.dtype(_CODES[code])
     if idx.stat().st_size < _HEADER.size + 12 * sequences + 8 * bounds:
         raise UserError(f"dataset {prefix}: {idx.name} is cut short; copy or prepare it again")

@@ -94,7 +94,7 @@ def read_chunks(files: list[Path], start: Position, chunk_bytes: int | None = No
                 elif here.offset == 0:
                     text = stream.read(MAX_DOCUMENT_BYTES + 1)
                     if len(text) > MAX_DOCUMENT_BYTES:
-                        raise UserError(f"{path} is over 256 MiB, and a text file is one document: cut it, or use .jsonl")
+                        raise UserError(f"{path} is over 256 MiB, but a text file is one document: use .jsonl")
                     after = Position(number + 1)
                     yield Chunk(str(path), False, 1, [text], after, done + sizes[number])
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:

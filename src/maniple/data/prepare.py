@@ -40,7 +40,6 @@ from maniple.data.tokenizer import TextTokenizer, load_tokenizer
 from maniple.errors import UserError
 
 _SAVE_SECONDS = 5.0
-_MAX_DOCUMENT_TOKENS = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ class _Work:
         self._files: list[BinaryIO] = []
         going_on = resume and (self.folder / "manifest.json").is_file()
         if self.folder.is_dir() and not resume and not overwrite:
-            raise UserError(f"{self.folder} holds an interrupted run: add --resume to go on or --overwrite to start anew")
+            raise UserError(f"{self.folder} holds an interrupted run: add --resume, or --overwrite to start anew")
         if going_on:
             self._load()
         # A complete run that was killed between its last moves has files in place already; resuming it ends the moves.
@@ -219,9 +218,7 @@ class _Work:
             raise UserError(f"{path} is damaged: start anew with --overwrite") from error
         changed = [name for name in self.job if self.job[name] != job.get(name)]
         if changed:
-            raise UserError(
-                f"{self.folder} was begun with other {', '.join(changed)}: start anew with --overwrite, or undo the change"
-            )
+            raise UserError(f"{self.folder} was begun with other {', '.join(changed)}: start anew with --overwrite")
         self.position, self.documents, self.tokens, self.complete = position, documents, tokens, complete
 
 
@@ -276,8 +273,6 @@ class _Encoder:
     def __call__(self, chunk: Chunk) -> _Encoded:
         documents = [ids + self.tail for ids in self.tokenizer.encode_batch(self._texts(chunk)) if ids]
         lengths = [len(ids) for ids in documents]
-        if max(lengths, default=0) > _MAX_DOCUMENT_TOKENS:
-            raise UserError(f"{chunk.path}:{chunk.first_line}: a document of over {_MAX_DOCUMENT_TOKENS:,} tokens; cut it")
         flat = np.fromiter(itertools.chain.from_iterable(documents), self.dtype, count=sum(lengths))
         return _Encoded(np.array(lengths, np.int32), flat.tobytes())
 

@@ -139,9 +139,7 @@ def _load_folder(path: Path) -> TextTokenizer:
         if file.is_file() and file.suffix in {".json", ".model", ".txt", ".jinja"} and "index" not in file.name:
             digest.update(file.name.encode() + b"\0" + file.read_bytes())
     vocab_size = max(len(backend), max(backend.get_vocab().values()) + 1)
-    return TextTokenizer(
-        path, backend, eod=backend.eos_token_id, vocab_size=vocab_size, fingerprint=digest.hexdigest()
-    )
+    return TextTokenizer(path, backend, eod=backend.eos_token_id, vocab_size=vocab_size, fingerprint=digest.hexdigest())
 
 
 def _end_token(path: Path, backend: Tokenizer) -> int:

@@ -47,7 +47,7 @@ class Launch:
     @property
     def _static(self) -> bool:
         """Whether the nodes meet at a given address rather than through a rendezvous."""
-        return self.nnodes > 1 and not self._rendezvous or bool(self.master_addr or self.master_port)
+        return (self.nnodes > 1 and not self._rendezvous) or bool(self.master_addr or self.master_port)
 
     @property
     def _rendezvous(self) -> bool:

@@ -6,14 +6,14 @@ tokens by expert against the uniform share, and the imbalance over time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from maniple.metrics.balance import expert_balance
-from maniple.metrics.records import read_metrics
+from maniple.metrics.records import iter_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,9 +24,10 @@ _BLUE, _ORANGE, _GREEN, _RED = "#2563eb", "#ea7317", "#15803d", "#c2263a"
 _LEFT = 0.014  # where headings begin, as a share of the width
 _MAX_LAYERS = 6  # more layers than this: that many of them, evenly chosen
 _MAX_LINES = 16  # more experts than this: a map instead of lines
+_MAX_COUNTS = 1000  # expert counts are thinned out evenly to at most this many steps: they are most of a file
 _SMOOTHING = 1 / 80  # standard deviation of the smoothing window, as a share of the run
 
-_STYLE = {
+_STYLE: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "text.color": _INK,
@@ -65,13 +66,11 @@ def draw_curves(
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    records = read_metrics(metrics_jsonl)
-    training = [record for record in records if "loss" in record]
-    validation = [record for record in records if record.get("validation_loss") is not None]
+    training, validation, steps_N, counts_NLE = _read(iter_metrics(metrics_jsonl))
     if not training:
         raise ValueError(f"{metrics_jsonl} has no training record to draw")
-    steps_N, counts_NLE = _expert_counts(training)
     num_layers = counts_NLE.shape[1]
 
     with matplotlib.rc_context(_STYLE):
@@ -79,12 +78,12 @@ def draw_curves(
         columns = {1: 1, 2: 2, 4: 2}.get(panels, 3)
         rows = -(-panels // columns)
         heights = [3.9] + ([2.35 * rows + 0.35, 2.2] if num_layers else [])
-        figure = Figure(figsize=(11.5, sum(heights) + 0.5), dpi=140, facecolor="white", layout="constrained")
+        layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08)
+        figure = Figure(figsize=(11.5, sum(heights) + 0.5), dpi=140, facecolor="white", layout=layout)
         FigureCanvasAgg(figure)
-        figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08)
         name = title or Path(metrics_jsonl).resolve().parent.name
         figure.suptitle(name, x=_LEFT, ha="left", size=14, weight="bold")
-        parts = np.atleast_1d(figure.subfigures(len(heights), 1, height_ratios=heights))
+        parts = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
         _draw_learning(parts[0], training, validation, unigram_entropy)
         if num_layers:
             _draw_experts(parts[1], steps_N, counts_NLE, rows, columns)
@@ -95,14 +94,28 @@ def draw_curves(
     return out
 
 
-def _expert_counts(training: Sequence[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
-    """Steps [N] and counts [N, L, E] of the records that have them, all of the last one's shape."""
-    having = [(record["step"], record["expert_counts"]) for record in training if record.get("expert_counts")]
-    if not having:
-        return np.zeros(0), np.zeros((0, 0, 0))
-    shape = np.shape(having[-1][1])
-    same = [(step, counts) for step, counts in having if np.shape(counts) == shape]
-    return np.array([step for step, _ in same]), np.array([counts for _, counts in same], dtype=np.float64)
+def _read(records: Iterable[dict[str, Any]]) -> tuple[list[dict], list[dict], np.ndarray, np.ndarray]:
+    """Training and validation records without their counts; steps [N] and counts [N, L, E] of those that have some."""
+    training, validation = [], []
+    counts: list[tuple[int, np.ndarray]] = []
+    stride, seen = 1, 0
+    for record in records:
+        counts_LE = record.pop("expert_counts", None)
+        if "loss" in record:
+            training.append(record)
+        if record.get("validation_loss") is not None:
+            validation.append(record)
+        if counts_LE:
+            counts_LE = np.array(counts_LE, dtype=np.int64)
+            if counts and counts[-1][1].shape != counts_LE.shape:  # another model: what came before is not comparable
+                counts, stride, seen = [], 1, 0
+            if seen % stride == 0:
+                counts.append((record["step"], counts_LE))
+            seen += 1
+            if len(counts) > _MAX_COUNTS:
+                counts, stride = counts[::2], 2 * stride
+    counts_NLE = np.array([counts_LE for _, counts_LE in counts]) if counts else np.zeros((0, 0, 0), np.int64)
+    return training, validation, np.array([step for step, _ in counts]), counts_NLE
 
 
 def _series(records: Sequence[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
@@ -189,7 +202,7 @@ def _draw_experts(part: SubFigure, steps_N: np.ndarray, counts_NLE: np.ndarray, 
 
     _, num_layers, num_experts = counts_NLE.shape
     totals_NL1 = counts_NLE.sum(axis=2, keepdims=True)
-    shares_NLE = 100 * np.divide(counts_NLE, totals_NL1, out=np.zeros_like(counts_NLE), where=totals_NL1 > 0)
+    shares_NLE = 100 * counts_NLE / np.maximum(totals_NL1, 1)
     uniform = 100 / num_experts
     shown = np.unique(np.linspace(0, num_layers - 1, min(num_layers, _MAX_LAYERS)).round().astype(int))
     heading = "Load: each expert's share of the tokens"
@@ -198,10 +211,10 @@ def _draw_experts(part: SubFigure, steps_N: np.ndarray, counts_NLE: np.ndarray, 
     if num_experts <= _MAX_LINES:
         heading += f" (dashed: the uniform share, {uniform:.3g} %)"
     part.suptitle(heading, x=_LEFT, ha="left", size=11, weight="bold")
-    all_axes = np.atleast_1d(part.subplots(rows, columns, sharex=True, sharey=True)).ravel()
+    all_axes = part.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
     for spare in all_axes[len(shown) :]:
         spare.set_axis_off()
-    colors = [*colormaps["tab10"].colors, *colormaps["Dark2"].colors]
+    colors = [*colormaps["tab10"](range(10)), *colormaps["Dark2"](range(8))]
     image = None
     for place, (axes, layer) in enumerate(zip(all_axes, shown, strict=False)):
         axes.set_title(f"MoE layer {layer + 1}", weight="normal")

@@ -49,20 +49,21 @@ def _plain(value: Any, where: str, nonfinite: dict[str, str]) -> Any:
     raise TypeError(f"metric {where} is a {type(value).__name__}, which JSON cannot hold")
 
 
-def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """All records of a `metrics.jsonl`. A line that a crash cut short is left out."""
+def iter_metrics(path: Path | str) -> Iterator[dict[str, Any]]:
+    """The records of a `metrics.jsonl`, one at a time (a long run's file is large). A line cut short is left out."""
     with open(path, encoding="utf-8", errors="replace") as lines:
-        return list(_records(lines))
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except ValueError:  # a crash while it was written
+                continue
+            if isinstance(record, dict):
+                yield record
 
 
-def _records(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            yield record
+def read_metrics(path: Path | str) -> list[dict[str, Any]]:
+    """All records of a `metrics.jsonl`."""
+    return list(iter_metrics(path))
 
 
 def drop_after(path: Path, step: int) -> None:
@@ -70,8 +71,8 @@ def drop_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     fresh = path.with_name(path.name + ".new")
-    with open(path, encoding="utf-8", errors="replace") as lines, open(fresh, "w", encoding="utf-8") as out:
-        out.writelines(json.dumps(record) + "\n" for record in _records(lines) if record.get("step", 0) <= step)
+    with open(fresh, "w", encoding="utf-8") as out:
+        out.writelines(json.dumps(record) + "\n" for record in iter_metrics(path) if record.get("step", 0) <= step)
     os.replace(fresh, path)
 
 

@@ -35,7 +35,7 @@ def write_summary(
     """Writes `RUN/summary.json` in one stroke and returns its path.
 
     validation_loss, unigram_entropy: nats a token. tokens_per_second_per_gpu: a rank's, mean over the run's steps.
-    mfu: share of 1; None where the device's peak is not known (a CPU). peak_memory_bytes: of the heaviest rank.
+    mfu: share of 1; None where the device's peak is not known. peak_memory_bytes: of the heaviest rank.
     device: what the run's tensors were on, e.g. "cpu" or "cuda:0".
     command: the words that started the run; None: those of this process. `more` is added as it is. A NaN or
     infinite value is written as null and named under `nonfinite`.

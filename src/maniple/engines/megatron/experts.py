@@ -58,8 +58,8 @@ class GroupedExperts(MegatronModule):
         )
         return parameter
 
-    def forward(self, rows_SD: torch.Tensor, ends_G: torch.Tensor, probs_S: torch.Tensor):
-        """`[S, D]` rows sorted by local expert -> (`[S, D]` rows times their routing weight, None)."""
+    def forward(self, rows_SD, ends_G, probs_S, *, splits_G: list[int] | None = None):
+        """`[S, D]` rows sorted by local expert -> (`[S, D]` outputs times their routing weight, None)."""
         out_SD = expert_mlp(
             rows_SD,
             probs_S,
@@ -70,6 +70,7 @@ class GroupedExperts(MegatronModule):
             b2_GD=self.b2 if self.etp_group.rank() == 0 else None,  # ranks are summed: add the bias once
             activation=self.activation,
             kernels=self.kernels,
+            splits=splits_G,
         )
         return out_SD, None
 

@@ -13,8 +13,9 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
-from maniple.kernels.routing import RouterSpec, load_balance_loss, route, z_loss
+from maniple.kernels.routing import RouterSpec, route, z_loss
 from maniple.moe.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
+from maniple.moe.router import load_balance_loss
 
 _AUX_KIND = {"seq_aux_loss": "sequence", "aux_loss": "micro_batch", "global_aux_loss": "global_batch"}
 
@@ -23,8 +24,9 @@ class ManipleRouter(TopKRouter):
     """Router whose statistics come from the very ids that dispatch uses.
 
     Buffers: `expert_bias` fp32 `[E]` (persistent, if the model has one), `local_tokens_per_expert` int64 `[E]`, counted
-    once a training forward and zeroed by the trainer after each step, and `loss_sums` fp32 `[2]`: aux and z loss summed
-    over micro-batches. None of them leaves its dtype when the model is cast to bf16.
+    once a training forward and zeroed after each step, `running_counts` int64 `[E]`: those of all micro-batches and ranks
+    so far, for the global balance loss, and `loss_sums` fp32 `[2]`: aux and z loss summed over micro-batches. None of them
+    leaves its dtype when the model is cast to bf16.
     """
 
     def __init__(self, config, pg_collection=None, is_mtp_layer: bool = False) -> None:
@@ -36,6 +38,7 @@ class ManipleRouter(TopKRouter):
         self.__dict__.pop("local_tokens_per_expert", None)
         self._buffers.pop("local_tokens_per_expert", None)
         self.register_buffer("local_tokens_per_expert", counts_E, persistent=False)
+        self.register_buffer("running_counts", torch.zeros_like(counts_E), persistent=False)
         self.register_buffer("loss_sums", torch.zeros(2, dtype=torch.float32, device=device), persistent=False)
 
     def _apply(self, fn, recurse: bool = True):
@@ -45,6 +48,10 @@ class ManipleRouter(TopKRouter):
         for name, before in kept.items():
             self._buffers[name] = before.to(self._buffers[name].device)
         return self
+
+    def reset_global_aux_loss_tracker(self) -> None:
+        """Called by Megatron-Core's `finalize_model_grads` at the end of a global batch."""
+        self.running_counts.zero_()
 
     def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None):
         """logits `[S, B, E]` -> (probs fp32 `[T, K]`, ids int64 `[T, K]`); `padding_mask` `[S, B]` is True at padding."""
@@ -62,10 +69,19 @@ class ManipleRouter(TopKRouter):
             with torch.no_grad():
                 self.local_tokens_per_expert += routing.counts(valid_T)
             for kind, coefficient in self._aux_losses():
-                groups = self.tp_dp_cp_group if kind == "global_batch" else self.tp_cp_group
+                whole = kind == "global_batch"
                 loss = load_balance_loss(
-                    routing, kind=kind, sequence_length=length, batch_size=batch, valid_T=valid_T, group=groups
+                    routing,
+                    kind=kind,
+                    sequence_length=length,
+                    batch_size=batch,
+                    valid_T=valid_T,
+                    group=self.tp_dp_cp_group if whole else self.tp_cp_group,
+                    running_counts_E=self.running_counts if whole else None,
                 )
+                if whole:
+                    # shares of data-parallel ranks add up to the loss, but gradients are averaged over them
+                    loss = loss * (self.tp_dp_cp_group.size() // self.tp_cp_group.size())
                 self.loss_sums[0] += loss.detach()
                 probs_TK = self._attach(probs_TK, loss * coefficient, valid_T)
         return probs_TK, routing.ids_TK
@@ -134,15 +150,22 @@ class ManipleMoELayer(MoELayer):
         )
         self.token_dispatcher = EngineDispatcher(config, pg_collection, self._dispatcher(pg_collection))
 
+    def routed_experts_compute(self, hidden_states: torch.Tensor, probs: torch.Tensor):
+        """As upstream's, and hands the experts their group sizes where the dispatcher has read them on the host."""
+        rows_SD, ends_G, probs_S = self.token_dispatcher.dispatch_postprocess(hidden_states, probs)
+        splits_G = getattr(self.token_dispatcher.handle, "splits_G", None)
+        out_SD, _ = self.experts(rows_SD, ends_G, probs_S, splits_G=splits_G)
+        return self.token_dispatcher.combine_preprocess(out_SD), None
+
     def _dispatcher(self, groups) -> Dispatcher:
         asked = self.config.maniple_moe.dispatcher if hasattr(self.config, "maniple_moe") else "auto"
         spread = groups.ep.size() * groups.expt_tp.size() > 1
         if asked == "local" and spread:
             raise ValueError("dispatcher local needs all experts on each rank: use all_to_all, or EP x ETP = 1")
         experts = self.config.num_moe_experts
-        if asked == "all_to_all" or spread:
+        static = getattr(self.config, "maniple_static_splits", False)  # a dry run has no values to count
+        if asked == "all_to_all" or spread or static:
             etp_group = groups.expt_tp if groups.expt_tp.size() > 1 else None
-            static = getattr(self.config, "maniple_static_splits", False)
             return AllToAllDispatcher(experts, groups.ep, etp_group=etp_group, static_splits=static)
         return LocalDispatcher(experts)
 

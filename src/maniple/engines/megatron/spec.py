@@ -28,7 +28,8 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from maniple.engines.megatron.attention import SDPAttention
-from maniple.engines.megatron.moe import GroupedExperts, ManipleMoELayer, ManipleRouter
+from maniple.engines.megatron.experts import GroupedExperts
+from maniple.engines.megatron.moe import ManipleMoELayer, ManipleRouter
 from maniple.engines.megatron.norm import FullWidthRMSNorm, RMSNorm
 
 
@@ -78,7 +79,8 @@ def _attention(config) -> ModuleSpec:
             linear_kv_up_proj=column,
             core_attention=backend.core_attention(),
             linear_proj=row,
-            q_layernorm=norm,
+            # upstream refuses a norm that nothing would pass through
+            q_layernorm=IdentityOp if config.q_lora_rank is None else norm,
             kv_layernorm=norm,
         )
         return ModuleSpec(module=MLASelfAttention, params=params, submodules=submodules)

@@ -21,6 +21,7 @@ from maniple.engines.megatron import checkpoint, model, parallel, sample, step
 from maniple.engines.megatron.optimizer import build_optimizer
 from maniple.errors import UserError
 from maniple.hardware import lookup, measure_cpu_peak
+from maniple.kernels import registry
 from maniple.metrics import (
     MetricsWriter,
     TrainProgress,
@@ -65,12 +66,15 @@ class Trainer:
         if job.train.deterministic:
             torch.use_deterministic_algorithms(True)
         resume = self._agree(lambda: checkpoint.find(job.run_dir, job.checkpoint.resume))
-        self.source = datasets.prepare_source(
-            job, is_writer=self.rank == 0, barrier=dist.barrier, is_local_writer=parallel_local_rank() == 0
-        )
-        self.card = card if self.source.vocab_size is None else card.with_overrides({"vocab_size": self.source.vocab_size})
+        self.source = datasets.prepare_source(job, job.run_dir, self.rank == 0, dist.barrier)
+        self.card = _with_vocabulary(card, self.source.tokenizer.vocab_size, trained_here=job.data.source == "python")
         self.train_data, self.validation_data = datasets.build_datasets(
-            job, self.source, train_samples=job.train.steps * job.train.global_batch_size
+            job,
+            self.source,
+            train_samples=job.train.steps * job.train.global_batch_size,
+            valid_samples=job.train.eval_batches * job.train.global_batch_size,
+            is_writer=self.rank == 0,
+            barrier=dist.barrier,
         )
         self.chunks = model.wrap(model.build_chunks(self.card, job), job, device)
         self.optimizer, self.scheduler = build_optimizer(self.chunks, job)
@@ -89,6 +93,7 @@ class Trainer:
         self.peak_flops = self._peak_flops()
         self.tokens_timed, self.seconds_timed = 0, 0.0
         self.validation_loss: float | None = None
+        self._said_kernels = False
         self.started = time.monotonic()
         self._describe()
 
@@ -121,6 +126,11 @@ class Trainer:
         seconds = time.monotonic() - started
         if not math.isfinite(stats.loss):
             raise RuntimeError(f"loss is {stats.loss} at step {self.progress.step + 1}: stopped before it is saved")
+        if not self._said_kernels:
+            # said after the first step, when it is what ran and not what was meant to
+            for op, recipe, kind, name in registry.used():
+                log.info("kernels: %s %s on %s: %s", op, recipe, kind, name)
+            self._said_kernels = True
         self.progress.step += 1
         self.progress.samples += job.train.global_batch_size
         tokens = job.train.global_batch_size * job.data.sequence_length
@@ -188,7 +198,7 @@ class Trainer:
     def _finish(self) -> None:
         job, run_dir = self.job, self.job.run_dir
         text = None
-        if job.train.sample_tokens and self.source.tokenizer is not None:
+        if job.train.sample_tokens and job.data.source != "synthetic":
             tokenizer = self.source.tokenizer
             prompt = tokenizer.encode(job.train.sample_prompt)
             ids = sample.generate(
@@ -201,7 +211,7 @@ class Trainer:
         if self.rank != 0:
             return
         tgs = self.tokens_timed / self.seconds_timed / self.world if self.seconds_timed else None
-        entropy = self.source.unigram_entropy
+        entropy = self.source.unigram_entropy_nats
         summary = write_summary(
             run_dir,
             validation_loss=self.validation_loss,
@@ -228,7 +238,7 @@ class Trainer:
         lines = []
         if self.validation_loss is not None:
             line = f"validation loss {self.validation_loss:.3f} nats a token"
-            if entropy := self.source.unigram_entropy:
+            if entropy := self.source.unigram_entropy_nats:
                 below = 1 - self.validation_loss / entropy
                 word = "below" if below >= 0 else "above"
                 line += f"; unigram entropy of the same text {entropy:.3f} ({abs(below):.1%} {word})"
@@ -252,7 +262,9 @@ class Trainer:
             micro_batch_size=self.job.train.micro_batch_size,
             data_parallel_rank=parallel_state.get_data_parallel_rank(),
             data_parallel_size=parallel_state.get_data_parallel_world_size(),
+            global_batch_size=self.job.train.global_batch_size,
             num_workers=self.job.data.num_workers,
+            pin_memory=self.device.type == "cuda",
         )
 
     def _learning_rate(self) -> float:
@@ -269,8 +281,6 @@ class Trainer:
 
     def _describe(self) -> None:
         """Says once what this job really is: sizes, layout, data, and the kernels each operation runs on."""
-        from maniple.kernels import registry
-
         p = self.job.parallel
         own = torch.tensor(
             [sum(q.numel() for c in self.chunks for q in c.parameters())], dtype=torch.int64, device=self.device
@@ -290,8 +300,6 @@ class Trainer:
             self.job.precision.dtype,
         )
         log.info("data: %s", self.source.description)
-        for line in registry.describe():
-            log.info("kernels: %s", line)
 
     def _agree(self, find):
         """What rank 0 finds, on every rank: ranks must not read a folder at different moments and differ."""
@@ -300,11 +308,14 @@ class Trainer:
         return found[0]
 
 
-def parallel_local_rank() -> int:
-    """This process's number on its node, as torchrun says."""
-    import os
-
-    try:
-        return int(os.environ.get("LOCAL_RANK", "0"))
-    except ValueError as error:
-        raise UserError("LOCAL_RANK in the environment is not a number: start the job with torchrun") from error
+def _with_vocabulary(card: ModelCard, vocab_size: int, *, trained_here: bool) -> ModelCard:
+    """The card with the vocabulary that the data needs: the tokenizer's own where it was trained for this run, else the
+    card's, which published models round up. Raises UserError for a tokenizer with more tokens than the model."""
+    if trained_here:
+        return card.with_overrides({"vocab_size": vocab_size})
+    if vocab_size > card.vocab_size:
+        raise UserError(
+            f"the tokenizer has {vocab_size} tokens, {card.name} only {card.vocab_size}: use the model's tokenizer, "
+            f"or set model.overrides.vocab_size={vocab_size}"
+        )
+    return card

@@ -1,0 +1,30 @@
+"""Routing: which experts a token goes to, with which weight. The exact semantic is `reference.route`'s docstring.
+
+An implementation is a function with the signature of `reference.route`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from maniple.kernels import registry
+from maniple.kernels.routing import reference
+from maniple.kernels.routing.reference import RouterSpec, Routing, bias_update, z_loss
+
+__all__ = ["RouterSpec", "Routing", "bias_update", "route", "z_loss"]
+
+registry.register("routing", "reference", {"bf16"}, registry.ANY_DEVICE, reference.route)
+
+
+def route(
+    logits_TE: torch.Tensor, spec: RouterSpec, bias_E: torch.Tensor | None = None, *, kernels: str | None = None
+) -> Routing:
+    """Chooses `spec.topk` experts for each token: see `reference.route`. `kernels` names an implementation.
+
+    Raises ValueError where logits or bias do not have `spec.num_experts` columns.
+    """
+    if logits_TE.dim() != 2 or logits_TE.shape[1] != spec.num_experts:
+        raise ValueError(f"route needs logits [T, {spec.num_experts}], not {list(logits_TE.shape)}")
+    if bias_E is not None and (bias_E.shape != (spec.num_experts,) or bias_E.dtype != torch.float32):
+        raise ValueError(f"the expert bias is fp32 [{spec.num_experts}], not {bias_E.dtype} {list(bias_E.shape)}")
+    return registry.use("routing", "bf16", logits_TE.device.type, kernels)(logits_TE, spec, bias_E)

@@ -1,0 +1,220 @@
+"""Expert exchange: tokens go to the ranks that hold their experts, and the weighted results come back.
+
+A dispatcher has six stages, so that a schedule can run other work between them and cut the graph there:
+
+    rows, probs, handle = dispatch_preprocess(x_TD, ids_TK, probs_TK)      sort by expert
+    rows, probs         = token_dispatch(rows, probs, handle)              communication
+    rows_SD, probs_S, ends_G = dispatch_postprocess(rows, probs, handle)   group by local expert
+    ...                                                                    experts: rows_SD -> weighted rows [S, D]
+    rows                = combine_preprocess(rows_SD, handle)
+    rows                = token_combine(rows, handle)                      communication
+    out_TD              = combine_postprocess(rows, handle)                unweighted sum over K
+
+Combine is the adjoint of dispatch. A dispatcher keeps nothing between calls: all that the later stages need is in the
+handle, which holds integers only, so that several may be in flight. An id outside [0, E) is dropped: its row goes
+nowhere. A rank without tokens, or one that receives none, takes part in every collective, forward and backward.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from maniple.kernels.permute import Permutation, permute, permute_probs, sort_by_expert, unpermute
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class Dispatcher(Protocol):
+    """The six stages. `handle` is opaque to callers."""
+
+    num_experts: int
+
+    def dispatch_preprocess(
+        self, x_TD: torch.Tensor, ids_TK: torch.Tensor, probs_TK: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]: ...
+    def token_dispatch(self, rows: torch.Tensor, probs: torch.Tensor, handle: Any) -> Pair: ...
+    def dispatch_postprocess(
+        self, rows: torch.Tensor, probs: torch.Tensor, handle: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+    def combine_preprocess(self, rows_SD: torch.Tensor, handle: Any) -> torch.Tensor: ...
+    def token_combine(self, rows: torch.Tensor, handle: Any) -> torch.Tensor: ...
+    def combine_postprocess(self, rows: torch.Tensor, handle: Any) -> torch.Tensor: ...
+
+
+class LocalDispatcher:
+    """All experts are on this rank. S is T * K whatever the routing, and the host never waits for the device."""
+
+    def __init__(self, num_experts: int, *, kernels: str | None = None) -> None:
+        self.num_experts = num_experts
+        self.kernels = kernels  # an implementation of permute, or None or "auto" for the best
+
+    def dispatch_preprocess(self, x_TD, ids_TK, probs_TK) -> tuple[torch.Tensor, torch.Tensor, Permutation]:
+        handle = sort_by_expert(ids_TK, self.num_experts, kernels=self.kernels)
+        rows_SD = permute(x_TD, handle, kernels=self.kernels)
+        return rows_SD, permute_probs(probs_TK, handle, kernels=self.kernels), handle
+
+    def token_dispatch(self, rows, probs, handle: Permutation) -> Pair:
+        return rows, probs
+
+    def dispatch_postprocess(self, rows, probs, handle: Permutation):
+        return rows, probs, handle.ends_E
+
+    def combine_preprocess(self, rows_SD, handle: Permutation) -> torch.Tensor:
+        return rows_SD
+
+    def token_combine(self, rows, handle: Permutation) -> torch.Tensor:
+        return rows
+
+    def combine_postprocess(self, rows, handle: Permutation) -> torch.Tensor:
+        return unpermute(rows, handle, kernels=self.kernels)
+
+
+@dataclass(frozen=True)
+class AllToAllHandle:
+    """Where the rows of one dispatch went. Sizes are on the host: the collectives need them there."""
+
+    by_expert: Permutation  # of this rank's (token, k)
+    by_local_expert: Permutation  # of the rows that came
+    ends_G: torch.Tensor  # int32
+    splits_G: list[int]  # the sizes of the groups, for kernels that want them on the host
+    sent: list[int]  # rows to each expert-parallel rank
+    received: list[int]  # rows from each
+    gathered: list[int]  # rows that each expert-tensor rank received
+
+
+class AllToAllDispatcher:
+    """Experts are spread over `ep_group`, in runs of E / R by rank; each expert's F may be cut over `etp_group`.
+
+    Expert-tensor ranks hold different tokens: rows are gathered over `etp_group` after the exchange, and partial
+    results are summed (fp32, by rank) on the way back. Works on NCCL, RCCL and Gloo. The host waits for the device once
+    a dispatch, to read the counts. `static_splits` (for runs without values, or with all loads forced equal) replaces
+    the choice by an even one, k of token t going to expert `(t * K + k) % E`, and takes every rank's T to be this
+    rank's; then the host never waits. Raises ValueError if E does not divide by the group's size.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        ep_group: dist.ProcessGroup,
+        *,
+        etp_group: dist.ProcessGroup | None = None,
+        static_splits: bool = False,
+        kernels: str | None = None,
+    ) -> None:
+        if num_experts % ep_group.size():
+            raise ValueError(f"{num_experts} experts do not divide over {ep_group.size()} expert-parallel ranks")
+        self.num_experts = num_experts
+        self.num_local_experts = num_experts // ep_group.size()
+        self.ep_group = ep_group
+        self.etp_group = etp_group
+        self.static_splits = static_splits
+        self.kernels = kernels
+
+    def dispatch_preprocess(self, x_TD, ids_TK, probs_TK) -> tuple[torch.Tensor, torch.Tensor, AllToAllHandle]:
+        if self.static_splits:
+            even = torch.arange(ids_TK.numel(), device=ids_TK.device) % self.num_experts
+            ids_TK = even.view_as(ids_TK).to(ids_TK.dtype)
+        by_expert = sort_by_expert(ids_TK, self.num_experts, kernels=self.kernels)
+        handle = self._plan(by_expert)
+        slots = sum(handle.sent)
+        rows = permute(x_TD, by_expert, slots=slots, kernels=self.kernels)
+        return rows, permute_probs(probs_TK, by_expert, slots=slots, kernels=self.kernels), handle
+
+    def token_dispatch(self, rows, probs, handle: AllToAllHandle) -> Pair:
+        rows, probs = _exchange(self.ep_group, handle.sent, handle.received, rows, probs)
+        if self.etp_group is not None:
+            peers = len(handle.gathered)
+            sent = [sum(handle.received)] * peers
+            rows, probs = _exchange(self.etp_group, sent, handle.gathered, rows.repeat(peers, 1), probs.repeat(peers))
+        return rows, probs
+
+    def dispatch_postprocess(self, rows, probs, handle: AllToAllHandle):
+        rows_SD = permute(rows, handle.by_local_expert, kernels=self.kernels)
+        probs_S = permute_probs(probs[:, None], handle.by_local_expert, kernels=self.kernels)
+        return rows_SD, probs_S, handle.ends_G
+
+    def combine_preprocess(self, rows_SD, handle: AllToAllHandle) -> torch.Tensor:
+        return unpermute(rows_SD, handle.by_local_expert, kernels=self.kernels)
+
+    def token_combine(self, rows, handle: AllToAllHandle) -> torch.Tensor:
+        if self.etp_group is not None:
+            peers, own = len(handle.gathered), sum(handle.received)
+            (partial,) = _exchange(self.etp_group, handle.gathered, [own] * peers, rows)
+            rows = partial.view(peers, own, partial.shape[1]).sum(0, dtype=torch.float32).to(partial.dtype)
+        return _exchange(self.ep_group, handle.received, handle.sent, rows)[0]
+
+    def combine_postprocess(self, rows, handle: AllToAllHandle) -> torch.Tensor:
+        return unpermute(rows, handle.by_expert, kernels=self.kernels)
+
+    def _plan(self, by_expert: Permutation) -> AllToAllHandle:
+        """Exchanges the counts, reads them on the host, and works out who gets what."""
+        device, ranks, local = by_expert.ends_E.device, self.ep_group.size(), self.num_local_experts
+        peers = 1 if self.etp_group is None else self.etp_group.size()
+        if self.static_splits:
+            slots = by_expert.order_S.shape[0]
+            counts_E = [slots // self.num_experts + (e < slots % self.num_experts) for e in range(self.num_experts)]
+            mine = self.ep_group.rank() * local
+            sent_RG = list(itertools.batched(counts_E, local))
+            come_XRG = [[counts_E[mine : mine + local]] * ranks] * peers
+            come = torch.tensor(come_XRG, dtype=torch.int64, device=device)
+        else:
+            sent = (
+                torch.diff(by_expert.ends_E, prepend=by_expert.ends_E.new_zeros(1)).to(torch.int64).view(ranks, local)
+            )
+            received = torch.empty_like(sent)
+            dist.all_to_all_single(received, sent, group=self.ep_group)
+            come = received[None]
+            if self.etp_group is not None:
+                come = received.new_empty(peers, ranks, local)
+                dist.all_gather_into_tensor(come.view(-1, local), received, group=self.etp_group)
+            sent_RG, *come_XRG = torch.cat([sent[None], come]).tolist()
+        by_rank_XR = [[sum(counts_G) for counts_G in counts_RG] for counts_RG in come_XRG]
+        own = 0 if self.etp_group is None else self.etp_group.rank()
+        gathered = [sum(rows_R) for rows_R in by_rank_XR]
+        # rows come by expert-tensor rank, then by source rank, then by local expert
+        local_ids = torch.arange(local, device=device).repeat(peers * ranks)
+        ids_S1 = torch.repeat_interleave(local_ids, come.flatten(), output_size=sum(gathered))[:, None]
+        by_local_expert = sort_by_expert(ids_S1, local, kernels=self.kernels)
+        return AllToAllHandle(
+            by_expert=by_expert,
+            by_local_expert=by_local_expert,
+            ends_G=by_local_expert.ends_E,
+            splits_G=[sum(counts_G[g] for counts_RG in come_XRG for counts_G in counts_RG) for g in range(local)],
+            sent=[sum(counts_G) for counts_G in sent_RG],
+            received=by_rank_XR[own],
+            gathered=gathered,
+        )
+
+
+def _exchange(
+    group: dist.ProcessGroup, sent: list[int], received: list[int], *tensors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """All-to-all of the leading dimension of each tensor, with host-known sizes by rank; differentiable."""
+    return _Exchange.apply(group, sent, received, *tensors)
+
+
+class _Exchange(torch.autograd.Function):
+    """One node for all tensors, and no shortcut for empty ones: each rank's backward runs the same collectives in the
+    same order, whatever it sent, received or needs a gradient of."""
+
+    @staticmethod
+    def forward(ctx, group, sent, received, *tensors):
+        ctx.settings = group, sent, received
+        return tuple(_all_to_all(group, sent, received, tensor) for tensor in tensors)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads):
+        group, sent, received = ctx.settings
+        return None, None, None, *(_all_to_all(group, received, sent, grad) for grad in grads)
+
+
+def _all_to_all(group: dist.ProcessGroup, sent: list[int], received: list[int], x: torch.Tensor) -> torch.Tensor:
+    out = x.new_empty((sum(received), *x.shape[1:]))
+    dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
+    return out

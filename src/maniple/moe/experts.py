@@ -1,0 +1,71 @@
+"""The experts of one rank over expert-sorted rows: grouped GEMM, SwiGLU with the routing weight, grouped GEMM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from maniple.kernels.grouped_gemm import grouped_gemm
+from maniple.kernels.swiglu import swiglu
+
+if TYPE_CHECKING:
+    from maniple.models.card import MoE
+
+
+@dataclass(frozen=True)
+class ExpertActivation:
+    """`(up + up_offset) * gate * sigmoid(alpha * gate)`, gate clamped above at `limit` and up on both sides."""
+
+    alpha: float = 1.0
+    limit: float | None = None
+    up_offset: float = 0.0
+    layout: Literal["stacked", "interleaved"] = "stacked"  # how gate and up share w13's 2F rows
+
+    @classmethod
+    def from_card(cls, moe: MoE) -> ExpertActivation:
+        """The activation of a model card's `moe` section; weights are kept stacked, whatever a release does."""
+        if moe.activation == "swiglu":
+            return cls()
+        return cls(alpha=moe.activation_alpha, limit=moe.activation_limit, up_offset=moe.activation_up_offset)
+
+
+def expert_mlp(
+    rows_SD: torch.Tensor,
+    probs_S: torch.Tensor,
+    ends_G: torch.Tensor,
+    w13_GFD: torch.Tensor,
+    w2_GDF: torch.Tensor,
+    *,
+    b13_GF: torch.Tensor | None = None,
+    b2_GD: torch.Tensor | None = None,
+    activation: ExpertActivation | None = None,
+    recipe: str = "bf16",
+    kernels: str | None = None,
+    fuse_wgrad_accumulation: bool = False,
+    splits: list[int] | None = None,
+) -> torch.Tensor:
+    """Weighted outputs `[S, D]`: `prob * (w2 @ act(w13 @ row + b13) + b2)`, with the matrices of the row's expert.
+
+    rows_SD and ends_G keep the grouped-rows contract (`maniple.kernels`); rows past `ends_G[-1]` of the result are
+    undefined. w13: `[G, 2F, D]`; w2: `[G, D, F]`; b13: `[G, 2F]`; b2: `[G, D]`. probs_S fp32 `[S]` multiplies the
+    activation (and b2) rather than the result: the same value, and its gradient needs no saved output. The other
+    arguments are those of `grouped_gemm`.
+    """
+    activation = activation or ExpertActivation()
+    shared: dict[str, Any] = dict(
+        recipe=recipe, kernels=kernels, splits=splits, fuse_wgrad_accumulation=fuse_wgrad_accumulation
+    )
+    gate_up_S2F = grouped_gemm(rows_SD, w13_GFD, ends_G, bias_GN=b13_GF, **shared)
+    hidden_SF = swiglu(
+        gate_up_S2F,
+        probs_S,
+        alpha=activation.alpha,
+        limit=activation.limit,
+        up_offset=activation.up_offset,
+        layout=activation.layout,
+        kernels=kernels,
+    )
+    scale_S = probs_S if b2_GD is not None else None
+    return grouped_gemm(hidden_SF, w2_GDF, ends_G, bias_GN=b2_GD, bias_scale_S=scale_S, **shared)

@@ -1,0 +1,3 @@
+from tests.poison import poisoned_memory
+
+__all__ = ["poisoned_memory"]

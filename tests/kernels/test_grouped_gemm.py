@@ -1,0 +1,207 @@
+"""Grouped GEMM against a loop over rows in fp64, each gradient apart, with NaN in the tail of every operand."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maniple.errors import UserError
+from maniple.kernels.grouped_gemm import grouped_gemm, reference
+from tests.poison import relative_error
+
+SIZES = {
+    "even": [2, 2, 2],
+    "uneven": [5, 1, 3],
+    "first empty": [0, 4, 2],
+    "middle empty": [3, 0, 3],
+    "last empty": [2, 4, 0],
+    "all empty": [0, 0, 0],
+    "one group": [4],
+    "one row": [0, 1, 0],
+}
+
+
+def case(sizes, *, k=5, n=7, tail=3, layout="nk", dtype=torch.float32, seed=0):
+    """x with a NaN tail, w, ends, bias, scale with a NaN tail, and a gradient of the result with a NaN tail."""
+    g = torch.Generator().manual_seed(seed)
+    used = sum(sizes)
+    x_SK = torch.randn(used + tail, k, generator=g).to(dtype)
+    w_G = torch.randn(len(sizes), *((n, k) if layout == "nk" else (k, n)), generator=g).to(dtype)
+    bias_GN = torch.randn(len(sizes), n, generator=g).to(dtype)
+    scale_S = torch.rand(used + tail, generator=g) + 0.5
+    grad_SN = torch.randn(used + tail, n, generator=g).to(dtype)
+    for tensor in (x_SK, scale_S, grad_SN):
+        tensor[used:] = torch.nan
+    ends_G = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    return x_SK, w_G, ends_G, bias_GN, scale_S, grad_SN
+
+
+def naive(x_SK, w_G, sizes, bias_GN=None, scale_S=None, layout="nk"):
+    """Row by row in fp64, over the used rows only."""
+    rows, s = [], 0
+    for g, size in enumerate(sizes):
+        for _ in range(size):
+            w_NK = w_G[g] if layout == "nk" else w_G[g].t()
+            row_N = w_NK.double() @ x_SK[s].double()
+            if bias_GN is not None:
+                row_N = row_N + (1 if scale_S is None else scale_S[s].double()) * bias_GN[g].double()
+            rows.append(row_N)
+            s += 1
+    return torch.stack(rows) if rows else torch.zeros(0, w_G.shape[1] if layout == "nk" else w_G.shape[2]).double()
+
+
+def check(sizes, *, bias, scale, bound=1e-6, layout="nk", **shape):
+    x_SK, w_G, ends_G, bias_GN, scale_S, grad_SN = case(sizes, layout=layout, **shape)
+    used = sum(sizes)
+    inputs = {"x": x_SK, "w": w_G} | ({"bias": bias_GN} if bias else {}) | ({"scale": scale_S} if scale else {})
+    mine = {name: t.clone().requires_grad_() for name, t in inputs.items()}
+    theirs = {name: t.double().requires_grad_() for name, t in inputs.items()}
+    expected = naive(theirs["x"], theirs["w"], sizes, theirs.get("bias"), theirs.get("scale"), layout)
+    if used:
+        expected.backward(grad_SN[:used].double())
+    for _ in range(2):  # a second backward meets recycled memory
+        out = grouped_gemm(
+            mine["x"], mine["w"], ends_G, bias_GN=mine.get("bias"), bias_scale_S=mine.get("scale"), layout=layout
+        )
+        grads = dict(zip(mine, torch.autograd.grad(out, list(mine.values()), grad_SN), strict=True))
+        assert out.dtype == x_SK.dtype
+        assert relative_error(out[:used], expected) <= bound
+        for name, grad in grads.items():
+            wanted = theirs[name].grad if theirs[name].grad is not None else torch.zeros_like(theirs[name])
+            rows = slice(used) if name in ("x", "scale") else slice(None)
+            assert grad.dtype == mine[name].dtype
+            assert relative_error(grad[rows], wanted[rows]) <= bound, name
+        for g, size in enumerate(sizes):
+            if size == 0:
+                assert (grads["w"][g] == 0).all()
+                assert not bias or (grads["bias"][g] == 0).all()
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+def test_result_and_each_gradient(sizes, layout):
+    check(sizes, bias=False, scale=False, layout=layout)
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("scale", [False, True])
+def test_bias_and_its_gradients(sizes, scale):
+    check(sizes, bias=True, scale=scale)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 6), min_size=1, max_size=5),
+    k=st.integers(1, 9),
+    n=st.integers(1, 9),
+    tail=st.integers(0, 4),
+    layout=st.sampled_from(["nk", "kn"]),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_shape(sizes, k, n, tail, layout):
+    check(sizes, bias=True, scale=True, k=k, n=n, tail=tail, layout=layout, bound=2e-6)
+
+
+def test_bf16_is_rounded_once():
+    """fp32 inside: the result is the fp64 result, rounded to bf16."""
+    x_SK, w_G, ends_G, *_ = case([3, 4], k=512, n=8, dtype=torch.bfloat16)
+    out = grouped_gemm(x_SK, w_G, ends_G)
+    assert out.dtype == torch.bfloat16
+    assert relative_error(out[:7], naive(x_SK, w_G, [3, 4]).to(torch.bfloat16)) < 2e-4
+    check([3, 4], bias=True, scale=True, k=33, n=8, dtype=torch.bfloat16, bound=4e-3)
+
+
+def test_strided_operands():
+    x_SK, w_G, ends_G, _, _, grad_SN = case([2, 3], k=6, n=4, tail=1)
+    wide_S2K = torch.full((x_SK.shape[0], 13), torch.nan)
+    wide_S2K[:, 1::2] = x_SK
+    x_view = wide_S2K[:, 1::2].requires_grad_()
+    w_view = w_G.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    out = grouped_gemm(x_view, w_view, ends_G)
+    gx, gw = torch.autograd.grad(out, [x_view, w_view], grad_SN.t().contiguous().t())
+    assert relative_error(out[:5], naive(x_SK, w_G, [2, 3])) < 1e-6
+    assert torch.equal(gx[:5], reference.dgrad(grad_SN, w_G, ends_G)[:5])
+    assert relative_error(gw, reference.wgrad(x_SK, grad_SN, ends_G)) < 1e-6
+
+
+def test_the_tail_is_zeroed_on_demand_and_only_then():
+    x_SK, w_G, ends_G, _, _, grad_SN = case([2, 1])
+    x_SK.requires_grad_()
+    assert grouped_gemm(x_SK, w_G, ends_G)[3:].isnan().all()  # unwritten: the poison of its memory
+    out = grouped_gemm(x_SK, w_G, ends_G, zero_tail=True)
+    assert (out[3:] == 0).all()
+    assert (torch.autograd.grad(out, x_SK, grad_SN)[0][3:] == 0).all()
+
+
+def test_splits_known_to_the_host_change_nothing():
+    x_SK, w_G, ends_G, bias_GN, *_ = case([2, 0, 3])
+    wrong_ends_G = torch.zeros_like(ends_G)
+    out = grouped_gemm(x_SK, w_G, wrong_ends_G, bias_GN=bias_GN, splits=[2, 0, 3], zero_tail=True)
+    assert torch.equal(out, grouped_gemm(x_SK, w_G, ends_G, bias_GN=bias_GN, zero_tail=True))
+
+
+def test_weight_gradients_accumulate_in_main_grad_once_a_micro_batch():
+    x_SK, w_G, ends_G, _, _, grad_SN = case([2, 0, 3], dtype=torch.bfloat16)
+    w_G = torch.nn.Parameter(w_G)
+    w_G.main_grad = torch.full(w_G.shape, 100.0)
+    w_G.grad_added_to_main_grad = False
+    for _ in range(3):
+        grouped_gemm(x_SK, w_G, ends_G, fuse_wgrad_accumulation=True).backward(grad_SN)
+        assert w_G.grad_added_to_main_grad
+        w_G.grad = None  # what DDP's hook does with the dummy
+    x_32, grad_32 = x_SK.float(), grad_SN.float()
+    once = reference.wgrad(x_32, grad_32, ends_G)
+    assert relative_error(w_G.main_grad - 100, 3 * once) < 1e-5  # not rounded to bf16 in between
+    assert (w_G.main_grad[1] == 100).all()
+
+
+def test_wgrad_writes_or_adds():
+    x_SK, _, ends_G, _, _, grad_SN = case([2, 0, 3])
+    fresh = reference.wgrad(x_SK, grad_SN, ends_G)
+    out = torch.full_like(fresh, torch.nan)
+    assert reference.wgrad(x_SK, grad_SN, ends_G, out=out) is out
+    assert torch.equal(out, fresh)
+    reference.wgrad(x_SK, grad_SN, ends_G, out=out, accumulate=True)
+    assert torch.equal(out, 2 * fresh)
+    with pytest.raises(ValueError, match="pass it"):
+        reference.wgrad(x_SK, grad_SN, ends_G, accumulate=True)
+    with pytest.raises(ValueError, match="shape"):
+        reference.wgrad(x_SK, grad_SN, ends_G, out=out[:2])
+
+
+def test_fake_tensors_have_static_shapes_forward_and_backward():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x_SK = torch.empty(10, 5, requires_grad=True)
+        w_G = torch.empty(3, 7, 5, requires_grad=True)
+        out = grouped_gemm(x_SK, w_G, torch.empty(3, dtype=torch.int32))
+        out.sum().backward()
+        assert (out.shape, x_SK.grad.shape, w_G.grad.shape) == ((10, 7), (10, 5), (3, 7, 5))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(layout="kn"),
+        dict(layout="mn"),
+        dict(ends_G=torch.tensor([1, 2, 3])),
+        dict(ends_G=torch.tensor([1, 2], dtype=torch.int32)),
+        dict(bias_GN=torch.zeros(3, 6)),
+        dict(bias_scale_S=torch.zeros(9)),
+        dict(w_G=torch.zeros(3, 7, 5, dtype=torch.bfloat16)),
+        dict(splits=[9, 9, 9]),
+        dict(splits=[1, 2]),
+        dict(fuse_wgrad_accumulation=True),
+    ],
+)
+def test_what_does_not_fit_is_refused(change):
+    x_SK, w_G, ends_G, *_ = case([2, 1, 3])
+    arguments = dict(x_SK=x_SK, w_G=w_G, ends_G=ends_G) | change
+    with pytest.raises(ValueError, match=r"\w"):
+        grouped_gemm(arguments.pop("x_SK"), arguments.pop("w_G"), arguments.pop("ends_G"), **arguments)
+
+
+def test_a_recipe_without_a_kernel_is_refused():
+    x_SK, w_G, ends_G, *_ = case([1])
+    with pytest.raises(UserError, match="recipe fp8"):
+        grouped_gemm(x_SK, w_G, ends_G, recipe="fp8")

@@ -1,0 +1,159 @@
+"""The launcher: what torchrun is asked for, and that a job ends with its workers' exit code and words."""
+
+import json
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import maniple
+from maniple.errors import UserError
+from maniple.launch.torchrun import Launch
+
+HERE = Path(__file__).parent
+DEMO = str(HERE.parents[1] / "configs" / "demo.yaml")
+
+
+def job(ending, *words, **environment):
+    """The command and environment of `maniple train` whose workers act out `ending` (see fake_job.py)."""
+    command = [sys.executable, str(HERE / "fake_job.py"), "train", DEMO, "train.device=cpu", *words]
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    path = os.pathsep.join([str(Path(maniple.__file__).parents[1]), str(HERE)])
+    return command, {**inherited, "PYTHONPATH": path, "ENDING": ending, **environment}
+
+
+def run(ending, *words, **environment):
+    command, env = job(ending, *words, **environment)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+
+
+@pytest.fixture
+def busy_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def test_one_node_meets_on_the_loopback():
+    assert Launch(4).torchrun_arguments("maniple", ["train", "x.yaml"]) == [
+        *("--nproc-per-node=4", "--nnodes=1", "--max-restarts=0", "--standalone", "--local-addr=127.0.0.1"),
+        *("--module", "maniple", "train", "x.yaml"),
+    ]
+    assert Launch(4).world_size == 4
+
+
+def test_several_nodes_meet_at_an_address_or_a_rendezvous():
+    launch = Launch(8, nnodes=3, node_rank=2, master_addr="n0", master_port=1234)
+    launch.check()
+    assert launch.world_size == 24
+    assert launch.torchrun_arguments("m", [])[:6] == [
+        *("--nproc-per-node=8", "--nnodes=3", "--max-restarts=0"),
+        *("--master-addr=n0", "--node-rank=2", "--master-port=1234"),
+    ]
+    launch = Launch(8, nnodes=3, rdzv_endpoint="n0:99", rdzv_id="job7")
+    launch.check()
+    assert launch.torchrun_arguments("m", [])[3:6] == [
+        *("--rdzv-backend=c10d", "--rdzv-endpoint=n0:99", "--rdzv-id=job7")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"nproc": 0}, "at least one process"),
+        ({"nproc": 1, "nnodes": 0}, "at least one process"),
+        ({"nproc": 1, "nnodes": 2}, "--nnodes 2 needs --master-addr"),
+        ({"nproc": 1, "nnodes": 2, "master_addr": "a"}, "--nnodes 2 needs --master-addr"),
+        ({"nproc": 1, "nnodes": 2, "master_addr": "a", "node_rank": 2}, "--node-rank 2: expected 0 to 1"),
+        ({"nproc": 1, "node_rank": 1}, "--node-rank 1: expected 0 to 0"),
+        ({"nproc": 1, "master_addr": "a", "rdzv_endpoint": "b:1"}, "two ways to meet"),
+        ({"nproc": 1, "rdzv_id": "b"}, "need --rdzv-endpoint"),
+        ({"nproc": 1, "master_port": 70000}, "--master-port 70000: expected 1 to 65535"),
+    ],
+)
+def test_options_that_contradict_each_other(options, says):
+    with pytest.raises(UserError) as caught:
+        Launch(**options).check()
+    assert says in str(caught.value)
+
+
+def test_a_port_in_use_is_found_before_the_start(busy_port):
+    with pytest.raises(UserError, match=f"--master-port {busy_port} is in use"):
+        Launch(1, master_port=busy_port).check()
+    Launch(1, nnodes=2, node_rank=1, master_addr="elsewhere", master_port=busy_port).check()
+
+
+def test_a_port_in_use_is_one_line_and_exit_code_2(busy_port, tmp_path):
+    done = run("0", "--nproc", "2", "--master-port", str(busy_port), REPORT=str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"maniple: error: --master-port {busy_port} is in use")
+    assert done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_exit_code_7_in_7_out_and_the_report_is_there(tmp_path):
+    words = ["--set", "train.steps=300", "--name", "007", "--resume", "auto", "--nproc", "2"]
+    command, env = job("7", *words, REPORT=str(tmp_path))
+    env.pop("OMP_NUM_THREADS", None)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 7
+    assert "exitcode  : 7" in done.stderr
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    facts = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
+    assert facts
+    for fact in facts:
+        assert (fact["WORLD_SIZE"], fact["MASTER_ADDR"], fact["OMP_NUM_THREADS"]) == ("2", "127.0.0.1", str(threads))
+        assert (fact["steps"], fact["name"], fact["resume"]) == (300, "007", "auto")
+
+
+def test_a_workers_mistake_is_one_line_and_exit_code_2():
+    done = run("user_error", "--nproc", "2")
+    assert done.returncode == 2
+    assert done.stderr == "maniple: error: the corpus is shorter than one sequence: give more text\n"
+
+
+def test_a_mistake_of_one_worker_ends_the_others():
+    done = run("user_error@1", "--nproc", "2")
+    assert done.returncode == 2
+    assert done.stderr == "maniple: error: the corpus is shorter than one sequence: give more text\n"
+
+
+def test_a_crash_keeps_its_traceback():
+    done = run("crash", "--nproc", "1", "parallel.expert_parallel_size=1")
+    assert done.returncode == 1
+    assert "RuntimeError: boom" in done.stderr
+    assert "FAILED" in done.stderr
+
+
+def test_a_killed_worker_gives_128_and_the_signal():
+    done = run("kill", "--nproc", "1", "parallel.expert_parallel_size=1")
+    assert done.returncode == 128 + signal.SIGKILL
+    assert "Signal 9 (SIGKILL)" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_reach_the_workers(number, tmp_path):
+    command, env = job("sleep", "--nproc", "1", "parallel.expert_parallel_size=1", REPORT=str(tmp_path))
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "waiting\n"  # live: the worker is still running
+        process.send_signal(number)
+        process.wait(timeout=60)
+        assert process.stdout.read() == ""
+        assert "Traceback" not in process.stderr.read()
+    assert process.returncode == 128 + number
+
+
+def test_workers_write_to_the_terminal_itself(tmp_path):
+    command, env = job("0", "--nproc", "1", "parallel.expert_parallel_size=1", REPORT=str(tmp_path))
+    master, slave = pty.openpty()
+    done = subprocess.run(command, env=env, stdin=slave, stdout=slave, stderr=slave, timeout=100)
+    os.close(slave)
+    os.close(master)
+    assert done.returncode == 0
+    assert json.loads((tmp_path / "0.json").read_text())["tty"] is True

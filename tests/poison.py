@@ -1,0 +1,24 @@
+"""Memory that was never written reads as NaN, so that whatever uses it shows in the result."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """Import it into a conftest: `torch.empty` and kin are filled with NaN (integers: the largest) in its tests."""
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """|actual - expected| / |expected| in the 2-norm, fp64; NaN anywhere gives NaN, which is under no bound."""
+    actual, expected = actual.double(), expected.double()
+    return ((actual - expected).norm() / expected.norm().clamp(min=1e-30)).item()

@@ -1,0 +1,217 @@
+"""The command line: exit codes, one line for each mistake, JSON on standard output, and no heavy import."""
+
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import maniple
+from maniple import cli
+
+ROOT = Path(__file__).parents[1]
+DEMO = str(ROOT / "configs" / "demo.yaml")
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(maniple.__file__).parents[1])}
+
+
+@pytest.fixture(autouse=True)
+def _no_torchrun(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MANIPLE_LAUNCHED"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """An engine that notes what it is asked to do."""
+    calls = []
+    package = types.ModuleType("maniple.engines.megatron")
+    for name, function, code in (("trainer", "main", 5), ("dry_run", "run", 6)):
+        module = types.ModuleType(f"maniple.engines.megatron.{name}")
+        setattr(module, function, lambda *words, _code=code, **options: calls.append((words, options)) or _code)
+        setattr(package, name, module)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    return calls
+
+
+def program(*words, **options):
+    command = [sys.executable, "-m", "maniple", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=ENVIRONMENT, **options)
+
+
+def mistake(capsys, *words):
+    assert cli.main(list(words)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("maniple: error: ")
+    assert err.count("\n") == 1
+    return err
+
+
+def test_the_program_and_its_exit_code():
+    done = program("train", "gone.yaml")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "maniple: error: gone.yaml: no such file; give the path of a job file (YAML)\n"
+
+
+def test_help_imports_nothing_heavy():
+    heavy = {"torch", "transformers", "matplotlib", "megatron", "numpy", "pydantic"}
+    code = (
+        "import sys; from maniple import cli; code = cli.main(['--help'])\n"
+        f"print(sorted({heavy} & set(sys.modules)), code, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
+    assert done.stderr == "[] 0\n"
+    for command in ("train", "models", "data", "config"):
+        assert command in done.stdout
+
+
+def test_models_and_config_need_no_torch():
+    code = (
+        "import sys; from maniple import cli\n"
+        f"codes = [cli.main(words) for words in (['models'], ['config', 'show', {DEMO!r}])]\n"
+        "print('torch' in sys.modules, codes, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
+    assert done.stderr == "False [0, 0]\n"
+
+
+def test_version_and_no_arguments(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"maniple {maniple.__version__}\n"
+    assert cli.main([]) == 0
+    assert "Usage: maniple" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["bogus"], "No such command 'bogus'"),
+        (["train"], "Missing argument 'CONFIG' (see maniple train --help)"),
+        (["train", DEMO, "--foo"], "No such option: --foo"),
+        (["train", DEMO, "--nproc", "x"], "Invalid value for '--nproc'"),
+        (["train", DEMO, "--nproc", "0", "train.device=cpu"], "--nproc 0"),
+        (["train", DEMO, "--nproc", "3", "train.device=cpu"], "world size 3 is not a multiple of 2"),
+        (["train", DEMO, "train.device=cpu"], "world size 1 is not a multiple of 2"),
+        (["train", DEMO, "train.stepz=3"], "command line: unknown key 'train.stepz'; did you mean 'train.steps'?"),
+        (["train", DEMO, "--set", "train.steps=x"], "train.steps: expected a whole number, got 'x'"),
+        (["train", DEMO, "--name", "a/b"], "name: expected letters, digits"),
+        (["train", DEMO, "model.card=deepseek-v9"], "did you mean"),
+        (["train", "configs"], "configs: "),
+        (["train", DEMO, "--dry-run"], "--dry-run needs --world-size"),
+        (["train", DEMO, "--dry-run", "--world-size", "2", "--rank", "2"], "--rank 2: expected 0 to 1"),
+        (["train", DEMO, "--dry-run", "--world-size", "3"], "world size 3 is not a multiple of 2"),
+        (["train", DEMO, "--rank", "0"], "belong to --dry-run"),
+        (["train", DEMO, "--nproc", "2", "--nnodes", "2", "train.device=cpu"], "--nnodes 2 needs --master-addr"),
+        (["models", "mixtral"], "mixtral-8x7b"),
+        (["config"], "Missing command"),
+        (["config", "show", "nothing.yaml"], "nothing.yaml: no such file"),
+        (["config", "show", "--set", "a=1"], "unknown key 'a'"),
+        (["data", "prepare"], "Missing argument 'INPUT...'"),
+        (["data", "prepare", "x"], "Missing option '--output'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(capsys, words, says):
+    assert says in mistake(capsys, *words)
+
+
+def test_ctrl_c_and_a_crash(monkeypatch, engine, capsys):
+    def interrupted(*words, **options):
+        raise KeyboardInterrupt
+
+    dry_run = ["train", DEMO, "--dry-run", "--world-size", "2"]
+    monkeypatch.setattr(sys.modules["maniple.engines.megatron.dry_run"], "run", interrupted)
+    assert cli.main(dry_run) == 130
+    assert capsys.readouterr().err == ""
+
+    def broken(*words, **options):
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(sys.modules["maniple.engines.megatron.dry_run"], "run", broken)
+    with pytest.raises(RuntimeError, match="boom"):
+        cli.main(dry_run)
+
+
+def test_dry_run_is_in_this_process(engine):
+    words = ["train", DEMO, "--dry-run", "--world-size", "4", "--rank", "3", "train.steps=77", "--json"]
+    assert cli.main(words) == 6
+    ((config, card, rank, world_size), options) = engine[0]
+    assert (config.train.steps, card.hidden_size, rank, world_size, options) == (77, 192, 3, 4, {"as_json": True})
+
+
+def test_a_rank_of_torchrun_trains_in_this_process(engine, monkeypatch, capsys):
+    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    words = ["train", DEMO, "--set", "train.steps=77", "train.seed=5", "--name", "007", "--resume", "auto"]
+    assert cli.main(words) == 5
+    ((config, card), _) = engine[0]
+    assert (config.train.steps, config.train.seed, config.name, config.checkpoint.resume) == (77, 5, "007", "auto")
+    assert card.moe.num_experts == 8
+    assert "--nproc starts torchrun" in mistake(capsys, "train", DEMO, "--nproc", "2")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert "world size 3" in mistake(capsys, "train", DEMO)
+
+
+def test_gpus_decide_how_many_processes_start(monkeypatch, capsys):
+    from maniple.launch import torchrun
+
+    started = []
+    monkeypatch.setattr(torchrun, "run", lambda launch, module, words: started.append((launch, module, words)) or 0)
+    monkeypatch.setattr(torchrun, "visible_gpus", lambda: 4)
+    assert cli.main(["train", DEMO, "train.steps=50", "--name", "x"]) == 0
+    launch, module, words = started.pop()
+    assert (launch.nproc, launch.world_size, module) == (4, 4, "maniple")
+    assert words == ["train", "--set=train.steps=50", '--set=name="x"', "--", DEMO]
+    assert "--nproc 6 and 4 visible GPUs" in mistake(capsys, "train", DEMO, "--nproc", "6")
+    assert cli.main(["train", DEMO, "--nproc", "8", "train.device=cpu"]) == 0
+    assert started.pop()[0].nproc == 8
+    monkeypatch.setattr(torchrun, "visible_gpus", lambda: 0)
+    assert "torch sees no GPU" in mistake(capsys, "train", DEMO, "--nproc", "2", "train.device=gpu")
+    assert cli.main(["train", DEMO, "--nproc", "2"]) == 0
+
+
+def test_models_as_json_and_as_a_table(capsys):
+    assert cli.main(["models", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    by_name = {row["name"]: row for row in rows}
+    assert by_name["mixtral-8x7b"]["total_parameters"] == 46_702_792_704
+    assert by_name["mixtral-8x7b"]["active_parameters"] == 12_879_925_248
+    assert cli.main(["models"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in table[1:]] == [row["name"] for row in rows]
+    assert cli.main(["models", "deepseek-v3"]) == 0
+    assert "card.mla.kv_lora_rank" in capsys.readouterr().out
+    assert cli.main(["models", "deepseek-v3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["card"]["hidden_size"] == 7168
+
+
+def test_config_show_as_json(capsys):
+    assert cli.main(["config", "show", DEMO, "train.steps=3", "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["train.steps"] == {"value": 3, "from": "cli", "source": ""}
+    assert values["parallel.expert_parallel_size"]["value"] == 2
+    assert values["parallel.expert_parallel_size"]["source"].startswith(f"{DEMO}:")
+
+
+def test_data_prepare_hands_its_options_over(monkeypatch, capsys):
+    calls = []
+    module = types.ModuleType("maniple.data.prepare")
+    module.prepare = lambda *words, **options: (
+        calls.append((words, options)) or types.SimpleNamespace(documents=1000, tokens=2000, seconds=1.0)
+    )
+    monkeypatch.setitem(sys.modules, "maniple.data.prepare", module)
+    words = "data prepare a.jsonl b --output out/x --tokenizer t.json --key body --workers 3 --no-append-eod --resume"
+    assert cli.main(words.split()) == 0
+    ((inputs, output, tokenizer), options) = calls[0]
+    assert (inputs, output, tokenizer) == ([Path("a.jsonl"), Path("b")], Path("out/x"), Path("t.json"))
+    assert options == {"key": "body", "workers": 3, "append_eod": False, "resume": True, "overwrite": False}
+    assert "1,000 documents, 2,000 tokens" in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_is_no_crash():
+    command = f"'{sys.executable}' -m maniple config show --json | head -1"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
+    assert (done.stdout, done.stderr) == ("{\n", "")
