@@ -136,7 +136,8 @@ def test_ctrl_c_and_a_crash(monkeypatch, engine, capsys):
 
 
 def test_dry_run_is_in_this_process(engine):
-    words = ["train", DEMO, "--dry-run", "--world-size", "4", "--rank", "3", "train.steps=77", "--json"]
+    words = ["train", DEMO, "--dry-run", "--world-size", "4", "--rank", "3", "train.steps=77"]
+    words += ["train.global_batch_size=32", "--json"]
     assert cli.main(words) == 6
     ((config, card, rank, world_size), options) = engine[0]
     assert (config.train.steps, card.hidden_size, rank, world_size, options) == (77, 192, 3, 4, {"as_json": True})
@@ -161,12 +162,12 @@ def test_gpus_decide_how_many_processes_start(monkeypatch, capsys):
     started = []
     monkeypatch.setattr(torchrun, "run", lambda launch, module, words: started.append((launch, module, words)) or 0)
     monkeypatch.setattr(torchrun, "visible_gpus", lambda: 4)
-    assert cli.main(["train", DEMO, "train.steps=50", "--name", "x"]) == 0
+    assert cli.main(["train", DEMO, "train.global_batch_size=32", "--name", "x"]) == 0
     launch, module, words = started.pop()
     assert (launch.nproc, launch.world_size, module) == (4, 4, "maniple")
-    assert words == ["train", "--set=train.steps=50", '--set=name="x"', "--", DEMO]
+    assert words == ["train", "--set=train.global_batch_size=32", '--set=name="x"', "--", DEMO]
     assert "--nproc 6 and 4 visible GPUs" in mistake(capsys, "train", DEMO, "--nproc", "6")
-    assert cli.main(["train", DEMO, "--nproc", "8", "train.device=cpu"]) == 0
+    assert cli.main(["train", DEMO, "--nproc", "8", "train.device=cpu", "train.micro_batch_size=1"]) == 0
     assert started.pop()[0].nproc == 8
     monkeypatch.setattr(torchrun, "visible_gpus", lambda: 0)
     assert "torch sees no GPU" in mistake(capsys, "train", DEMO, "--nproc", "2", "train.device=gpu")

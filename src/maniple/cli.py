@@ -96,7 +96,7 @@ def train(
         if nproc is not None:
             raise UserError("--nproc starts torchrun, and torchrun has already started this process: leave --nproc out")
         check(job, card, worker.world_size())
-        faulthandler.enable()
+        faulthandler.enable(file=2)
         from maniple.engines.megatron import trainer
 
         return trainer.main(job, card)

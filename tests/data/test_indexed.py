@@ -6,8 +6,10 @@ import pytest
 from maniple.data.indexed import open_indexed, token_dtype, write_index
 from maniple.errors import UserError
 
+UINT16 = np.dtype(np.uint16)
 
-def write_pair(folder, lengths, dtype=np.dtype(np.uint16)):
+
+def write_pair(folder, lengths, dtype=UINT16):
     lengths = np.array(lengths, np.int32)
     (folder / "lengths").write_bytes(lengths.tobytes())
     tokens = np.arange(lengths.sum()).astype(dtype)

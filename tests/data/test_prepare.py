@@ -41,7 +41,7 @@ def prepared(inputs, output, tokenizer, **options):
 
 def test_documents_in_order_with_end_tokens(tmp_path, tokenizer, write_lines):
     result = prepared([write_lines("a.jsonl", TEXTS)], tmp_path / "out", tokenizer)
-    expected = [tokenizer.encode(text) + [tokenizer.eod] for text in TEXTS]
+    expected = [[*tokenizer.encode(text), tokenizer.eod] for text in TEXTS]
     assert documents(tmp_path / "out", tokenizer) == expected
     assert (result.documents, result.tokens) == (400, sum(map(len, expected)))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "out.bin", "out.idx"]
@@ -66,7 +66,7 @@ def test_folders_text_files_and_gzip(tmp_path, tokenizer, write_lines):
     extra = write_lines("extra.json", ["extra"])
     prepared([folder, extra], tmp_path / "out", tokenizer)
     expected = ["first\nfile\n", *TEXTS, "# last\n", "extra"]
-    assert documents(tmp_path / "out", tokenizer) == [tokenizer.encode(text) + [0] for text in expected]
+    assert documents(tmp_path / "out", tokenizer) == [[*tokenizer.encode(text), 0] for text in expected]
 
 
 def test_workers_change_nothing(tmp_path, tokenizer, write_lines):
@@ -134,7 +134,7 @@ def test_bad_inputs(tmp_path, tokenizer):
 def test_document_over_the_limit_is_refused(tmp_path, tokenizer, write_lines, monkeypatch):
     monkeypatch.setattr(inputs, "MAX_DOCUMENT_BYTES", 1000)
     (tmp_path / "long.txt").write_text("x" * 1001)
-    with pytest.raises(UserError, match="long.txt is over"):
+    with pytest.raises(UserError, match=r"long\.txt is over"):
         prepared([tmp_path / "long.txt"], tmp_path / "out", tokenizer)
     with pytest.raises(UserError, match=r"a\.jsonl:2: a line of over"):
         prepared([write_lines("a.jsonl", ["x", "y" * 1001])], tmp_path / "out", tokenizer)
@@ -148,11 +148,11 @@ def test_existing_output_is_kept_unless_overwritten(tmp_path, tokenizer, write_l
         prepared([other], tmp_path / "out", tokenizer)
     bad = tmp_path / "bad.jsonl"
     bad.write_text("{")
-    with pytest.raises(UserError, match="bad.jsonl:1"):
+    with pytest.raises(UserError, match=r"bad\.jsonl:1"):
         prepared([bad], tmp_path / "out", tokenizer, overwrite=True)
     assert pair(tmp_path / "out") == before
     prepared([other], tmp_path / "out", tokenizer, overwrite=True)
-    assert documents(tmp_path / "out", tokenizer) == [tokenizer.encode("other") + [0]]
+    assert documents(tmp_path / "out", tokenizer) == [[*tokenizer.encode("other"), 0]]
     assert not (tmp_path / "out.partial").exists()
 
 

@@ -145,7 +145,7 @@ def test_dataset_of_another_tokenizer_is_refused(tmp_path, tokenizer, dataset):
 
 
 def test_prefixes_of_another_source_are_refused(tmp_path):
-    with pytest.raises(UserError, match="with data.source megatron only"):
+    with pytest.raises(UserError, match=r"with data\.source megatron only"):
         alone(config(source="synthetic", train=["a"]), tmp_path)
 
 
@@ -158,11 +158,11 @@ def test_synthetic_source_says_so(tmp_path):
 
 
 def test_python_source(tmp_path):
-    job = config(source="python", corpus_bytes=1_000_000, tokenizer_vocab_size=600)
+    job = config(source="python", corpus_bytes=600_000, tokenizer_vocab_size=600)
     source = alone(job, tmp_path)
     assert source.tokenizer.vocab_size == 600
     assert "Python" in source.description
-    corpus = read_corpus(1_000_000)
+    corpus = read_corpus(600_000)
     for (part,), documents in ((source.train, corpus.train), (source.validation, corpus.validation)):
         file = open_indexed(part.prefix)
         texts = np.split(file.tokens(), np.cumsum(file.lengths)[:-1])
@@ -180,7 +180,7 @@ def test_python_source(tmp_path):
     assert alone(job, tmp_path).unigram_entropy_nats == source.unigram_entropy_nats
     assert {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in folder.iterdir()} == before
     assert prepare_source(job, tmp_path, is_writer=False, barrier=lambda: None).train == source.train
-    elsewhere = config(source="python", corpus_bytes=1_000_000, tokenizer_vocab_size=600, cache_dir=tmp_path / "other")
+    elsewhere = config(source="python", corpus_bytes=600_000, tokenizer_vocab_size=600, cache_dir=tmp_path / "other")
     again = next(iter(Path(alone(elsewhere, tmp_path).train[0].prefix).parent.parent.iterdir()))
     assert {p.name: p.read_bytes() for p in again.iterdir()} == {p.name: text for p, (_, text) in before.items()}
 

@@ -20,7 +20,8 @@ def test_ids_and_size(tokenizer):
     assert tokenizer.eod == 0
     assert tokenizer.decode([0]) == END_OF_TEXT
     assert tokenizer.vocab_size == 300
-    assert tokenizer.encode("def ") and 0 not in tokenizer.encode("def ")
+    assert tokenizer.encode("def ")
+    assert 0 not in tokenizer.encode("def ")
 
 
 def test_lone_surrogate_becomes_replacement_character(tokenizer):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from maniple.config.schema import TrainConfig
 from maniple.engines.megatron import model, parallel, step
@@ -57,6 +58,7 @@ class Engine:
     def __init__(self, card: ModelCard, job: TrainConfig, seed: int = 0, bias_E: torch.Tensor | None = None) -> None:
         self.card, self.job, self.device = card, job, parallel.pick_device(job)
         parallel_state.destroy_model_parallel()
+        MTPLossLoggingHelper.tracker.clear()  # one for the process, sized by its first model
         parallel.start(job, self.device)
         chunks = model.build_chunks(card, job)
         for chunk in chunks:

@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.poison import relative_error
 
 from maniple.errors import UserError
 from maniple.kernels.grouped_gemm import grouped_gemm, reference
-from tests.poison import relative_error
 
 SIZES = {
     "even": [2, 2, 2],

@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.poison import relative_error
 
 from maniple.kernels.permute import permute, permute_probs, sort_by_expert, unpermute
-from tests.poison import relative_error
 
 
 def naive_order(ids_TK, experts):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.poison import relative_error
 
 from maniple.kernels.swiglu import swiglu
-from tests.poison import relative_error
 
 GPT_OSS = dict(alpha=1.702, limit=7.0, up_offset=1.0)
 

@@ -30,7 +30,7 @@ Weights = dict[str, torch.Tensor]
 class Objective:
     """What is added to the language-model loss, and with which coefficients."""
 
-    aux_kind: Literal["none", "sequence", "micro_batch"] = "none"
+    aux_kind: Literal["none", "sequence", "micro_batch", "global_batch"] = "none"
     aux: float = 0.0
     z: float = 0.0
     mtp: float = 0.0
@@ -51,10 +51,14 @@ class Forward:
 
 
 class PlainModel:
-    """The model of a card over given weights, which it reads in forward: let them require gradients to differentiate."""
+    """The model of a card over given weights, which it reads in forward: let them require gradients to differentiate.
+
+    One object is for one step: the loads that the global balance loss sees are those of all its forward passes so far.
+    """
 
     def __init__(self, card: ModelCard, weights: Weights, objective: Objective) -> None:
         self.card, self.weights, self.objective = card, weights, objective
+        self.loads: dict[int, list[int]] = {}  # by layer: tokens by expert
 
     def total(self, passes: list[Forward]) -> torch.Tensor:
         """The scalar that a step over these micro-batches descends.
@@ -196,13 +200,18 @@ class PlainModel:
         y_BSD = torch.stack(rows).view(x_BSD.shape)
         if moe.num_shared_experts:
             y_BSD = y_BSD + self._swiglu(name + "shared_experts.", x_BSD)
-        out.counts[layer] = [sum(row.count(e) for rows in chosen for row in rows) for e in range(moe.num_experts)]
+        loads_BE = [[sum(ids.count(e) for ids in rows) for e in range(moe.num_experts)] for rows in chosen]
+        out.counts[layer] = [sum(loads) for loads in zip(*loads_BE, strict=True)]
+        before = self.loads.get(layer, [0] * moe.num_experts)
+        self.loads[layer] = [old + new for old, new in zip(before, out.counts[layer], strict=True)]
         out.z[layer] = logits_BSE.logsumexp(-1).square().mean()
         if self.objective.aux_kind == "sequence":
-            parts = [self._balance(logits_SE, ids) for logits_SE, ids in zip(logits_BSE, chosen, strict=True)]
+            parts = [self._balance(logits_SE, loads) for logits_SE, loads in zip(logits_BSE, loads_BE, strict=True)]
             out.aux[layer] = sum(parts) / len(parts)
         elif self.objective.aux_kind == "micro_batch":
-            out.aux[layer] = self._balance(logits_BSE.flatten(0, 1), [ids for rows in chosen for ids in rows])
+            out.aux[layer] = self._balance(logits_BSE.flatten(0, 1), out.counts[layer])
+        elif self.objective.aux_kind == "global_batch":
+            out.aux[layer] = self._balance(logits_BSE.flatten(0, 1), self.loads[layer])
         return y_BSD
 
     def _choose(self, logits_E: torch.Tensor, bias_E: list[float]) -> tuple[list[int], torch.Tensor]:
@@ -239,16 +248,14 @@ class PlainModel:
         y_D = w[name + "w2"][expert] @ act_F
         return y_D + w[name + "b2"][expert] if moe.linear_bias else y_D
 
-    def _balance(self, logits_TE: torch.Tensor, ids: list[list[int]]) -> torch.Tensor:
-        """sum_e f_e P_e with f_e = E / (K T) * #tokens that chose e, P_e = mean score, scores of a token summing to 1."""
-        moe = self.card.moe
+    def _balance(self, logits_TE: torch.Tensor, loads: list[int]) -> torch.Tensor:
+        """sum_e f_e P_e: f_e is E times the expert's share of `loads`, P_e its mean score over tokens whose scores sum to 1."""
         scores_TE = logits_TE.softmax(-1)
-        if moe.router.score == "sigmoid":
+        if self.card.moe.router.score == "sigmoid":
             scores_TE = logits_TE.sigmoid()
             scores_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
-        counts = [sum(row.count(e) for row in ids) for e in range(moe.num_experts)]
-        load_E = moe.num_experts / (moe.topk * len(ids)) * torch.tensor(counts, dtype=logits_TE.dtype)
-        return (load_E * scores_TE.mean(0)).sum()
+        f_E = torch.tensor(loads, dtype=logits_TE.dtype) * len(loads) / sum(loads)
+        return (f_E * scores_TE.mean(0)).sum()
 
 
 def _attend(q_BSHC, k_BSHC, v_BSHV, scale: float, window: int | None, sinks_H: torch.Tensor | None) -> torch.Tensor:

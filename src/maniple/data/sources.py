@@ -133,7 +133,7 @@ def _synthetic_source(config: TrainConfig, cache: Path) -> Source:
 
     data = config.data
     vocab_size = load_tokenizer(data.tokenizer).vocab_size if data.tokenizer else data.tokenizer_vocab_size
-    samples = max(8, (1 << 18) // data.sequence_length)
+    samples = min(1024, max(8, (1 << 18) // data.sequence_length))
     dataset = SyntheticDataset(samples, data.sequence_length, vocab_size, config.train.seed, split=1)
     counts = sum(np.bincount(dataset.tokens(index), minlength=vocab_size) for index in range(samples))
     return Source(

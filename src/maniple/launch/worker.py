@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
+import traceback
+from pathlib import Path
 
 LAUNCHED = "MANIPLE_LAUNCHED"  # set for workers that `maniple train` started, not for those of a bare torchrun
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -24,7 +28,13 @@ def world_size() -> int:
 
 
 def record(error: BaseException) -> None:
-    """Leaves the error, its time and traceback in the file that torchrun named for this rank."""
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+    """Leaves the error, its time and traceback in the file that torchrun named for this rank, in torchrun's format.
 
-    get_error_handler().record_exception(error)
+    Written here rather than by torch's ErrorHandler, so that a mistake found before torch is needed costs no import.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    details = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
+    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": details}
+    Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")

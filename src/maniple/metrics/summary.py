@@ -37,10 +37,11 @@ def write_summary(
     validation_loss, unigram_entropy: nats a token. tokens_per_second_per_gpu: a rank's, mean over the run's steps.
     mfu: share of 1; None where the device's peak is not known. peak_memory_bytes: of the heaviest rank.
     device: what the run's tensors were on, e.g. "cpu" or "cuda:0".
-    command: the words that started the run; None: those of this process. `more` is added as it is. A NaN or
-    infinite value is written as null and named under `nonfinite`.
+    command: the words that started the run; None: `maniple` and this process's arguments. `more` is added as it is.
+    A NaN or infinite value is written as null and named under `nonfinite`.
     """
-    words = list(command) if command is not None else [Path(sys.argv[0]).name, *sys.argv[1:]]
+    # `python -m maniple` and the installed script are the same command.
+    words = list(command) if command is not None else ["maniple", *sys.argv[1:]]
     path = run_dir / "summary.json"
     run_dir.mkdir(parents=True, exist_ok=True)
     write_json(

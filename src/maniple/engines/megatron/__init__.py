@@ -1,1 +1,8 @@
 """The PyTorch engine: Megatron-Core from PyPI, unmodified, with Maniple's attention, norms, experts and router."""
+
+import logging
+import warnings
+
+# Upstream's notices about Transformer Engine, Apex and models that this engine does not use would bury a run's own words.
+warnings.filterwarnings("ignore", module=r"megatron\..*")
+logging.getLogger("megatron").setLevel(logging.ERROR)

@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
 
@@ -107,6 +109,23 @@ class SDPAttention(MegatronModule):
             tp_group=self.pg_collection.tp,
             dp_cp_group=metadata["dp_cp_group"],
         )
+
+
+class PlainQueryMLA(MLASelfAttention):
+    """MLA whose query is one projection without a norm (DeepSeek-V2-Lite), beside a normed key/value latent.
+
+    Upstream cannot say that: `qk_layernorm` with `q_lora_rank` None asks for a norm fused into `linear_q_proj`
+    (mla_qk_norm_config.py, `_resolve_mla_qk_layernorm`), and without `qk_layernorm` the latent has no norm either.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict:
+        return {
+            "linear_q_proj": submodules.linear_q_proj,
+            "linear_q_up_proj": IdentityOp,
+            "linear_kv_up_proj": submodules.linear_kv_up_proj,
+            "q_layernorm": IdentityOp,
+            "kv_layernorm": submodules.kv_layernorm,
+        }
 
 
 def causal_bias(length: int, window: int | None, like: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ when one is no longer needed.
 from __future__ import annotations
 
 import contextlib
+import logging
 from typing import Any
 
 import torch
@@ -134,6 +135,8 @@ def install() -> None:
 
     # tensor_parallel/random.py sets the state in a callback that runs when CUDA starts, which never happens here
     random._get_cuda_rng_state = _rng_state
+    # its fork() warns at each use when the CPU's stream moves, which on a CPU is the stream that it forks
+    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
     random._set_cuda_rng_state = _set_rng_state
     _installed = _CudaMeansCpu()
     _installed.__enter__()

@@ -7,11 +7,14 @@ state as allocated, and every activation and temporary that the step's operation
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from maniple.config.schema import TrainConfig
 from maniple.engines.megatron import cpu
@@ -61,9 +64,13 @@ def trace(job: TrainConfig, card: ModelCard, rank: int, world_size: int) -> DryR
     parallel.start_groups(job)
     device = torch.device("cpu")
     meter = StorageMeter()
-    with FakeTensorMode(allow_non_fake_inputs=True), meter:
-        chunks = model.build_chunks(card, job, maniple_static_splits=True)
+    with FakeTensorMode(allow_non_fake_inputs=True), meter, _CoalescedCollectives():
+        # initialisation would draw random numbers, which do not exist here
+        chunks = model.build_chunks(card, job, maniple_static_splits=True, perform_initialization=False)
         parameters = sum(p.numel() for chunk in chunks for p in chunk.parameters())
+        for chunk in chunks:
+            # made in their dtype and on their device already, and torch cannot swap fake parameters for converted ones
+            chunk._apply = lambda fn, recurse=True, chunk=chunk: chunk
         chunks = model.wrap(chunks, job, device)
         gradient_bytes = sum(
             buffer.grad_data.untyped_storage().nbytes()
@@ -71,7 +78,8 @@ def trace(job: TrainConfig, card: ModelCard, rank: int, world_size: int) -> DryR
             for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]
         )
         static = meter.live
-        optimizer, _ = build_optimizer(chunks, job)
+        with _objects_gathered_alike():
+            optimizer, _ = build_optimizer(chunks, job)
         moments = [
             (torch.zeros_like(p), torch.zeros_like(p))
             for group in optimizer.param_groups
@@ -107,6 +115,36 @@ def trace(job: TrainConfig, card: ModelCard, rank: int, world_size: int) -> DryR
     )
     parallel.stop()
     return result
+
+
+class _CoalescedCollectives(TorchDispatchMode):
+    """Collectives that Megatron-Core issues in one bundle, for which PyTorch has no fake form: they change values only,
+    so that nothing is left to do under fake tensors."""
+
+    BUNDLED = ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_", "allreduce_coalesced_")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d" and func._schema.name.removeprefix("c10d::") in self.BUNDLED:
+            work = FakeWork()
+            work.wait()
+            return work.boxed()
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _objects_gathered_alike():
+    """optimizer/__init__.py gathers the names of parameter groups as pickled objects, which the fake group cannot
+    carry: every rank is taken to have this one's."""
+    original = dist.all_gather_object
+
+    def fill(object_list, obj, group=None):
+        object_list[:] = [obj] * len(object_list)
+
+    dist.all_gather_object = fill
+    try:
+        yield
+    finally:
+        dist.all_gather_object = original
 
 
 def _endless_batches(job: TrainConfig):

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    ParamGroupOverride,
+    ParamKey,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from maniple.config.schema import TrainConfig
@@ -25,7 +32,10 @@ def build_optimizer(chunks: list, job: TrainConfig) -> tuple[MegatronOptimizer, 
         use_distributed_optimizer=job.parallel.distributed_optimizer,
         overlap_param_gather=job.parallel.overlap_param_gather,
     )
-    optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+    overrides = get_standard_config_overrides(config)  # vectors and `*.bias` do not decay
+    # the biases of stacked experts are matrices under other names
+    overrides[ParamKey(name=("*.b13", "*.b2"))] = ParamGroupOverride(wd_mult=0.0)
+    optimizer = get_megatron_optimizer(config, chunks, config_overrides=overrides, use_gloo_process_groups=False)
     steps = job.train.steps
     warmup = min(section.warmup_steps, steps - 1)
     scheduler = OptimizerParamScheduler(

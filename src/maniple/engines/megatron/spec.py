@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from maniple.engines.megatron.attention import SDPAttention
+from maniple.engines.megatron.attention import PlainQueryMLA, SDPAttention
 from maniple.engines.megatron.experts import GroupedExperts
 from maniple.engines.megatron.moe import ManipleMoELayer, ManipleRouter
 from maniple.engines.megatron.norm import FullWidthRMSNorm, RMSNorm
@@ -79,11 +79,11 @@ def _attention(config) -> ModuleSpec:
             linear_kv_up_proj=column,
             core_attention=backend.core_attention(),
             linear_proj=row,
-            # upstream refuses a norm that nothing would pass through
             q_layernorm=IdentityOp if config.q_lora_rank is None else norm,
             kv_layernorm=norm,
         )
-        return ModuleSpec(module=MLASelfAttention, params=params, submodules=submodules)
+        module = PlainQueryMLA if config.q_lora_rank is None else MLASelfAttention
+        return ModuleSpec(module=module, params=params, submodules=submodules)
     if not config.qk_layernorm:
         q_norm = k_norm = IdentityOp
     elif full_width:

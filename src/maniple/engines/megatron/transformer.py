@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+from maniple.config.check import pipeline_stages
 from maniple.config.schema import TrainConfig
 from maniple.errors import UserError
 from maniple.kernels.routing import RouterSpec
@@ -37,6 +38,7 @@ def transformer_config(card: ModelCard, job: TrainConfig) -> TransformerConfig:
     sequence_parallel = parallel.sequence_parallel
     if sequence_parallel is None:
         sequence_parallel = parallel.tensor_parallel_size > 1
+    interleaved = pipeline_stages(job, card)[1] > 1
     fields: dict[str, Any] = dict(
         num_layers=card.num_layers,
         mtp_num_layers=card.num_mtp_layers or None,
@@ -83,6 +85,10 @@ def transformer_config(card: ModelCard, job: TrainConfig) -> TransformerConfig:
         pipeline_model_parallel_size=parallel.pipeline_parallel_size,
         virtual_pipeline_model_parallel_size=None if parallel.pipeline_layout else parallel.virtual_pipeline_size,
         pipeline_model_parallel_layout=parallel.pipeline_layout,
+        # of two ranks each is the other's next and previous stage at once: one batch of sends would mix up the two
+        # (upstream's arguments.py refuses it), so the interleaved schedule sends one by one
+        batch_p2p_comm=not interleaved,
+        overlap_p2p_comm=interleaved,
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,

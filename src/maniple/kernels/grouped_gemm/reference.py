@@ -103,7 +103,7 @@ def bias_grad(
     grad_scale_S = None if bias_scale_S is None else torch.zeros_like(bias_scale_S)
     for g, start, end in _groups(ends_G, grad_SN.shape[0], splits):
         grad_RN = grad_SN[start:end].float()
-        if grad_scale_S is None:
+        if bias_scale_S is None or grad_scale_S is None:
             grad_bias_GN[g] = grad_RN.sum(0)
         else:
             grad_bias_GN[g] = bias_scale_S[start:end].float() @ grad_RN
