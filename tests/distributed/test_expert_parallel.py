@@ -1,4 +1,4 @@
-"""Two Gloo processes compute what one does: expert-parallel, pipeline-parallel, data-parallel, with any routing.
+"""Two Gloo processes compute what one does: expert-, pipeline-, tensor- and data-parallel, with any routing.
 
 The same weights and the same global batch of four sequences go through the engine on one process and on two; loss,
 every gradient, router statistics and the expert bias after the step must agree. Aux loss, z-loss and (where the model
@@ -52,6 +52,12 @@ CASES = {
     "pipeline-interleaved": Case(
         "qwen3-30b-a3b", {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2}, {"num_layers": 4}
     ),
+    "tensor": Case(
+        "deepseek-v3", {"tensor_parallel_size": 2}
+    ),  # experts whole on both ranks, each with half the tokens
+    "tensor-and-expert": Case("deepseek-v3", {"tensor_parallel_size": 2, **EP2}),
+    "expert-tensor": Case("deepseek-v3", {"tensor_parallel_size": 2, "expert_tensor_parallel_size": 2}),
+    "tensor-of-heads": Case("gpt-oss-20b", {"tensor_parallel_size": 2}),
 }
 OPTIMIZERS = {
     "data-parallel": Case("deepseek-v3", {}, steps=2),
@@ -84,7 +90,7 @@ def _run(rank: int, world_size: int, case: Case) -> dict[str, Any]:
     )
     bias_E = None if case.bias is None else torch.tensor(case.bias)
     engine = helpers.Engine(card, job, bias_E=bias_E)
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = {"cuts": engine.cuts()}
     for step in range(case.steps):
         batches = helpers.make_batches(card.vocab_size, 4, 1, seed=step)
         if case.unlabelled:
@@ -93,8 +99,8 @@ def _run(rank: int, world_size: int, case: Case) -> dict[str, Any]:
         if joined:
             pairs = zip(batches[0::2], batches[1::2], strict=True)
             batches = [{key: torch.cat([a[key], b[key]]) for key in a} for a, b in pairs]
-        elif job.parallel.pipeline_parallel_size == 1:
-            batches = batches[rank::world_size]
+        else:
+            batches = batches[engine.data_parallel_rank :: engine.data_parallel_size]
         result["stats"] = engine.step(batches)
     if not job.parallel.distributed_optimizer:
         result["gradients"] = engine.gradients()
@@ -103,11 +109,14 @@ def _run(rank: int, world_size: int, case: Case) -> dict[str, Any]:
     return result
 
 
-def whole(parts: list[dict[str, torch.Tensor]], case: Case) -> dict[str, list[torch.Tensor]]:
-    """By name: the experts of all ranks as one tensor, of everything else each rank's copy."""
-    tensors = {name: [part[name] for part in parts if name in part] for part in parts for name in part}
-    if case.parallel.get("expert_parallel_size", 1) > 1:
-        tensors |= {name: [torch.cat(found)] for name, found in tensors.items() if ".experts." in name}
+def whole(ranks: list[dict[str, Any]], key: str) -> dict[str, list[torch.Tensor]]:
+    """By name: the tensor put together where the two ranks hold parts of it, else each rank's copy."""
+    names = {name for rank in ranks for name in rank[key]}
+    tensors = {name: [rank[key][name] for rank in ranks if name in rank[key]] for name in names}
+    for name, found in tensors.items():
+        for dim, _, _, halves in ranks[0]["cuts"].get(name, ()):
+            parts = zip(*(part.chunk(halves, dim) for part in found), strict=True)
+            tensors[name] = [torch.cat([piece for half in parts for piece in half], dim)]
     return tensors
 
 
@@ -137,7 +146,7 @@ def test_loss_and_statistics(results, name):
 @pytest.mark.parametrize("name", CASES)
 def test_every_gradient(results, name):
     wanted = results[0][name]["gradients"]
-    got = whole([ranks[name]["gradients"] for ranks in results[1]], CASES[name])
+    got = whole([rank[name] for rank in results[1]], "gradients")
     assert set(got) == set(wanted)
     errors = {key: max(error(g, wanted[key]) for g in found) for key, found in got.items()}
     assert not {key: e for key, e in errors.items() if not e <= TOLERANCE}
@@ -146,7 +155,7 @@ def test_every_gradient(results, name):
 @pytest.mark.parametrize("name", CASES)
 def test_bias_after_the_step(results, name):
     wanted = {key: w for key, w in results[0][name]["weights"].items() if key.endswith("expert_bias")}
-    got = whole([ranks[name]["weights"] for ranks in results[1]], CASES[name])
+    got = whole([rank[name] for rank in results[1]], "weights")
     assert bool(wanted) == (load_card(CASES[name].card).moe.router.expert_bias)
     for key, bias_E in wanted.items():
         assert all(torch.equal(found, bias_E) for found in got[key]), key
@@ -166,7 +175,7 @@ def test_the_routing_is_as_extreme_as_meant(results, name, chosen):
     for loads in results[1][0][name]["stats"].expert_counts.values():
         assert {e for e in range(EXPERTS) if loads[e]} <= chosen
     unused = sorted(set(range(EXPERTS)) - chosen)
-    for key, gradients in whole([ranks[name]["gradients"] for ranks in results[1]], CASES[name]).items():
+    for key, gradients in whole([rank[name] for rank in results[1]], "gradients").items():
         if ".experts." in key:
             assert not gradients[0][unused].any(), f"{key}: an expert without tokens has a gradient"
 

@@ -60,6 +60,8 @@ class Engine:
         parallel_state.destroy_model_parallel()
         MTPLossLoggingHelper.tracker.clear()  # one for the process, sized by its first model
         parallel.start(job, self.device)
+        self.data_parallel_rank = parallel_state.get_data_parallel_rank()
+        self.data_parallel_size = parallel_state.get_data_parallel_world_size()
         chunks = model.build_chunks(card, job)
         for chunk in chunks:
             _fill(chunk, seed, bias_E)
@@ -82,6 +84,15 @@ class Engine:
             canonical(chunk, name): parameter.main_grad.detach().clone()
             for chunk in map(model.unwrap, self.chunks)
             for name, parameter in chunk.named_parameters()
+        }
+
+    def cuts(self) -> dict[str, list[tuple[int, int, int, int]]]:
+        """By canonical name: how this rank's part was cut from the whole, where it was (see `cuts_of`)."""
+        return {
+            canonical(chunk, name): cuts
+            for chunk in map(model.unwrap, self.chunks)
+            for name, parameter in chunk.named_parameters()
+            if (cuts := cuts_of(name, parameter))
         }
 
     def step(self, batches: list[step.Batch]) -> step.StepStats:
@@ -123,14 +134,31 @@ def draw(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 @torch.no_grad()
 def _fill(chunk: torch.nn.Module, seed: int, bias_E: torch.Tensor | None) -> None:
-    ranks, rank = parallel_state.get_expert_model_parallel_world_size(), parallel_state.get_expert_model_parallel_rank()
+    parameters = dict(chunk.named_parameters())
     for name, tensor in chunk.state_dict().items():
         if not isinstance(tensor, torch.Tensor):
             continue
-        if ".experts." in name:
-            whole = draw(canonical(chunk, name), (tensor.shape[0] * ranks, *tensor.shape[1:]), seed)
-            tensor.copy_(whole.chunk(ranks)[rank])
-        elif name.endswith("expert_bias") and bias_E is not None:
-            tensor.copy_(bias_E)
-        else:
-            tensor.copy_(draw(canonical(chunk, name), tuple(tensor.shape), seed))
+        cuts = cuts_of(name, parameters.get(name))
+        shape = list(tensor.shape)
+        for dim, _, ranks, _ in cuts:
+            shape[dim] *= ranks
+        whole = bias_E if name.endswith("expert_bias") and bias_E is not None else None
+        whole = draw(canonical(chunk, name), tuple(shape), seed) if whole is None else whole
+        for dim, rank, ranks, halves in cuts:
+            whole = torch.cat([half.chunk(ranks, dim)[rank] for half in whole.chunk(halves, dim)], dim)
+        tensor.copy_(whole)
+
+
+def cuts_of(name: str, parameter: torch.nn.Parameter | None) -> list[tuple[int, int, int, int]]:
+    """(dimension, rank, ranks, parts that are each cut by themselves) of each cut that makes this rank's part."""
+    cuts, tensor_group = [], parallel_state.get_tensor_model_parallel_group()
+    if ".experts." in name:
+        group, tensor_group = (
+            parallel_state.get_expert_model_parallel_group(),
+            parallel_state.get_expert_tensor_parallel_group(),
+        )
+        cuts.append((0, group.rank(), group.size(), 1))
+    if parameter is not None and getattr(parameter, "tensor_model_parallel", False):
+        halves = 2 if name.endswith(("linear_fc1.weight", ".w13", ".b13")) else 1  # gate and up
+        cuts.append((parameter.partition_dim, tensor_group.rank(), tensor_group.size(), halves))
+    return [cut for cut in cuts if cut[2] > 1]

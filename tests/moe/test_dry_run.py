@@ -2,6 +2,10 @@
 
 import multiprocessing
 
+import pytest
+
+pytestmark = pytest.mark.distributed
+
 
 def _one_rank_of_many(pipe):
     import torch

@@ -196,7 +196,9 @@ class PlainModel:
             for s in range(x_BSD.shape[1]):
                 ids, weights_K = self._choose(logits_BSE[b, s], bias_E)
                 chosen[b].append(ids)
-                rows.append(sum(weights_K[k] * self._expert(name + "experts.", e, x_BSD[b, s]) for k, e in enumerate(ids)))
+                rows.append(
+                    sum(weights_K[k] * self._expert(name + "experts.", e, x_BSD[b, s]) for k, e in enumerate(ids))
+                )
         y_BSD = torch.stack(rows).view(x_BSD.shape)
         if moe.num_shared_experts:
             y_BSD = y_BSD + self._swiglu(name + "shared_experts.", x_BSD)

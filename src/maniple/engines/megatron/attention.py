@@ -11,6 +11,11 @@ import math
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
@@ -111,14 +116,14 @@ class SDPAttention(MegatronModule):
         )
 
 
-class PlainQueryMLA(MLASelfAttention):
-    """MLA whose query is one projection without a norm (DeepSeek-V2-Lite), beside a normed key/value latent.
-
-    Upstream cannot say that: `qk_layernorm` with `q_lora_rank` None asks for a norm fused into `linear_q_proj`
-    (mla_qk_norm_config.py, `_resolve_mla_qk_layernorm`), and without `qk_layernorm` the latent has no norm either.
-    """
+class LatentAttention(MLASelfAttention):
+    """Upstream's MLA, mended where it relies on Transformer Engine's linear layers."""
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict:
+        """A query of one projection has no norm (DeepSeek-V2-Lite), and the key/value latent still has one: upstream
+        (mla_qk_norm_config.py, `_resolve_mla_qk_layernorm`) wants a norm fused into `linear_q_proj` for that."""
+        if self.config.q_lora_rank is not None:
+            return super()._resolve_qk_norm_config(submodules)
         return {
             "linear_q_proj": submodules.linear_q_proj,
             "linear_q_up_proj": IdentityOp,
@@ -126,6 +131,20 @@ class PlainQueryMLA(MLASelfAttention):
             "q_layernorm": IdentityOp,
             "kv_layernorm": submodules.kv_layernorm,
         }
+
+    def _qkv_down_projection(self, hidden_states: torch.Tensor):
+        """The rotary key is one for all heads, so its gradient is a sum over tensor-parallel ranks. Upstream
+        (multi_latent_attention.py, `get_query_key_value_tensors`) forgets it after a ColumnParallelLinear: it gathers
+        the columns with an operation whose backward takes a slice."""
+        q_compressed, kv_combined = super()._qkv_down_projection(hidden_states)
+        if self.tp_group.size() > 1:
+            kv_combined = gather_from_tensor_model_parallel_region(kv_combined, group=self.tp_group)
+            if self.config.sequence_parallel:  # upstream gathers the key's sequence again, and sums in backward
+                kv_combined = scatter_to_sequence_parallel_region(kv_combined, group=self.tp_group)
+            else:
+                latent, key = kv_combined.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
+                kv_combined = torch.cat([latent, copy_to_tensor_model_parallel_region(key, group=self.tp_group)], dim=-1)
+        return q_compressed, kv_combined
 
 
 def causal_bias(length: int, window: int | None, like: torch.Tensor) -> torch.Tensor:

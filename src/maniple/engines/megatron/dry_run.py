@@ -8,11 +8,13 @@ state as allocated, and every activation and temporary that the step's operation
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -52,7 +54,6 @@ def trace(job: TrainConfig, card: ModelCard, rank: int, world_size: int) -> DryR
         raise UserError(f"rank {rank} is not in a world of {world_size}: ranks are 0 to {world_size - 1}")
     started = time.monotonic()
     cpu.install()
-    from megatron.core import parallel_state
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -67,6 +68,11 @@ def trace(job: TrainConfig, card: ModelCard, rank: int, world_size: int) -> DryR
     with FakeTensorMode(allow_non_fake_inputs=True), meter, _CoalescedCollectives():
         # initialisation would draw random numbers, which do not exist here
         chunks = model.build_chunks(card, job, maniple_static_splits=True, perform_initialization=False)
+        if chunks[0].config.mtp_standalone:
+            raise UserError(
+                "a dry run cannot trace a pipeline_layout with MTP and loss in different stages, whose messages have "
+                "shapes that depend on the stage: put m and L together, e.g. ...|mL"
+            )
         parameters = sum(p.numel() for chunk in chunks for p in chunk.parameters())
         for chunk in chunks:
             # made in their dtype and on their device already, and torch cannot swap fake parameters for converted ones
@@ -89,9 +95,8 @@ def trace(job: TrainConfig, card: ModelCard, rank: int, world_size: int) -> DryR
         optimizer_bytes = meter.live - static
         step.connect(chunks, optimizer, job)
         a_step = step.micro_batches(job)
-        stages = parallel_state.get_pipeline_model_parallel_world_size()
         # memory is at its peak once the pipeline is full: more micro-batches repeat it
-        run = min(a_step, 2 * stages * len(chunks))
+        run = min(a_step, _micro_batches_until_full(len(chunks)))
         short = job.model_copy(
             update={
                 "train": job.train.model_copy(update={"global_batch_size": job.train.global_batch_size * run // a_step})
@@ -145,6 +150,16 @@ def _objects_gathered_alike():
         yield
     finally:
         dist.all_gather_object = original
+
+
+def _micro_batches_until_full(chunks: int) -> int:
+    """Micro-batches after which this stage holds as many activations as it ever will, under Megatron-Core's schedules."""
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    behind = stages - 1 - parallel_state.get_pipeline_model_parallel_rank()
+    if chunks == 1:
+        return behind + 2
+    in_flight = 2 * behind + (chunks - 1) * stages + 1  # of single chunks, as in the interleaved schedule's warm-up
+    return math.ceil(in_flight / chunks / stages) * stages
 
 
 def _endless_batches(job: TrainConfig):

@@ -51,8 +51,12 @@ class GroupedExperts(MegatronModule):
     def _parameter(self, shape: tuple[int, ...], partition_dim: int | None) -> torch.nn.Parameter:
         data = torch.empty(shape, dtype=self.config.params_dtype, device=torch.cuda.current_device())
         parameter = torch.nn.Parameter(data)
-        # DDP reduces expert gradients over the expert-data-parallel group where experts are spread
-        parameter.allreduce = self.config.expert_model_parallel_size <= 1
+        # False: DDP reduces the gradient over the expert-data-parallel ranks, which are the data-parallel ones only where
+        # experts are cut like everything else (upstream asks for EP > 1 alone: with TP > ETP, EP 1 ranks would drift apart)
+        p = self.config
+        parameter.allreduce = (
+            p.expert_model_parallel_size == 1 and p.expert_tensor_parallel_size == p.tensor_model_parallel_size
+        )
         set_tensor_model_parallel_attributes(
             tensor=parameter, is_parallel=partition_dim is not None, dim=partition_dim or 0, stride=1
         )

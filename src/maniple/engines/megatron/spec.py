@@ -18,7 +18,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import (
@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from maniple.engines.megatron.attention import PlainQueryMLA, SDPAttention
+from maniple.engines.megatron.attention import LatentAttention, SDPAttention
 from maniple.engines.megatron.experts import GroupedExperts
 from maniple.engines.megatron.moe import ManipleMoELayer, ManipleRouter
 from maniple.engines.megatron.norm import FullWidthRMSNorm, RMSNorm
@@ -82,8 +82,7 @@ def _attention(config) -> ModuleSpec:
             q_layernorm=IdentityOp if config.q_lora_rank is None else norm,
             kv_layernorm=norm,
         )
-        module = PlainQueryMLA if config.q_lora_rank is None else MLASelfAttention
-        return ModuleSpec(module=module, params=params, submodules=submodules)
+        return ModuleSpec(module=LatentAttention, params=params, submodules=submodules)
     if not config.qk_layernorm:
         q_norm = k_norm = IdentityOp
     elif full_width:
