@@ -11,14 +11,16 @@
 VENV   := .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
-NPROC  ?= 2
 ARGS   ?=
 
 .DELETE_ON_ERROR:
 .PHONY: demo test test-fast lint format env clean distclean
 
+# Two processes with the experts spread over both, on two GPUs or on the CPU; one process where there is one GPU.
 demo: env
-	@$(PY) -m maniple train configs/demo.yaml --nproc $(NPROC) $(ARGS)
+	@gpus=$$($(PY) -c 'from maniple.launch.torchrun import visible_gpus; print(visible_gpus())') || exit 1; \
+	if [ "$$gpus" = 1 ]; then set -- --nproc 1 --set parallel.expert_parallel_size=1; else set -- --nproc 2; fi; \
+	$(PY) -m maniple train configs/demo.yaml "$$@" $(ARGS)
 
 # Two test processes, one file to a process: a file's shared fixtures (a built wheel, a trained run) are made once.
 test: env

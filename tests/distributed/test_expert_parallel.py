@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-
-from maniple.models import load_card
 from tests.distributed_utils import run_ranks
 
+from maniple.models import load_card
+
+pytestmark = pytest.mark.timeout(300)  # the first test waits for all three processes
 TOLERANCE = 1e-5  # of the largest magnitude in the tensor
 EXPERTS = 8
 MASS = 100.0  # as an expert's bias it beats every score
@@ -130,7 +131,6 @@ def results() -> tuple[Results, list[Results]]:
     return run_ranks(run, 1, CASES, timeout=120)[0], run_ranks(run, 2, CASES | OPTIMIZERS, timeout=120)
 
 
-@pytest.mark.timeout(300)  # the first test waits for all three processes
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_statistics(results, name):
     wanted = results[0][name]["stats"]

@@ -1,4 +1,4 @@
-"""Starts the engine on CPU processes with known weights and batches, for tests. Import it inside a spawned process only.
+"""Starts the engine on CPU processes with known weights and batches, for tests. Import it in spawned processes only.
 
 Weights have one canonical form whatever the layout: whole experts `[E, ...]`, decoder layers by their number in the
 whole model. They are drawn at unit scale, so that biases, norms and sinks matter as much as matrices do.

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.distributed_utils import run_ranks
+from tests.oracles.plain_model import Forward, Objective, PlainModel
 
 from maniple.config.schema import TrainConfig
 from maniple.models import load_card
 from maniple.models.card import ModelCard
-from tests.distributed_utils import run_ranks
-from tests.oracles.plain_model import Forward, Objective, PlainModel
 
+pytestmark = pytest.mark.timeout(300)  # the first test waits for the engine's process, which runs all models
 TOLERANCE = 1e-5  # of the largest magnitude in the tensor
 MODELS: dict[str, tuple[str, dict]] = {
     "deepseek-v3": ("deepseek-v3", {}),  # MLA, dense layer, groups by the two best, bias, shared expert, MTP
@@ -79,7 +80,10 @@ def _step(engine, batches: list[dict[str, torch.Tensor]]) -> Report:
         "aux_loss": (stats.aux_loss, _mean([_mean(p.aux.values()) for p in passes])),
         "z_loss": (stats.z_loss, _mean([_mean(p.z.values()) for p in passes])),
         "grad_norm": (stats.grad_norm, float(sum(g.square().sum() for g in wanted.values()) ** 0.5)),
-        "counts": (stats.expert_counts, {n: [sum(c) for c in zip(*(p.counts[n] for p in passes))] for n in layers}),
+        "counts": (
+            stats.expert_counts,
+            {n: torch.tensor([p.counts[n] for p in passes]).sum(0).tolist() for n in layers},
+        ),
         "bias": {n: error(after[n], b) for n, b in _updated_biases(engine.card, before, passes).items()},
         "weights": {n: error(after[n], w) for n, w in _updated_weights(engine.job, before, gradients).items()},
     }
@@ -106,7 +110,7 @@ def _updated_biases(card: ModelCard, before: dict[str, torch.Tensor], passes: li
 
 
 def _updated_weights(job: TrainConfig, before: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor]):
-    """AdamW's first step, m = g and v = g^2 after the correction of bias; matrices alone decay, biases and norms do not."""
+    """AdamW's first step (m = g, v = g^2 after the correction of bias); matrices decay, biases and norms do not."""
     section, updated = job.optimizer, {}
     for name, g in gradients.items():
         decays = g.dim() > 1 and not name.endswith((".b13", ".b2"))
@@ -139,7 +143,6 @@ def report(request, reports) -> list[Report]:
     return found
 
 
-@pytest.mark.timeout(300)  # the first test waits for the engine's process, which runs all models
 def test_logits_and_losses(report):
     for step in report:
         assert step["logits"] <= TOLERANCE
@@ -150,7 +153,8 @@ def test_logits_and_losses(report):
 
 def test_every_gradient(report):
     for step in report:
-        assert not step["unmatched"] and not step["zeros"]
+        assert not step["unmatched"]
+        assert not step["zeros"]
         assert not {name: e for name, e in step["gradients"].items() if not e <= TOLERANCE}
         assert step["grad_norm"][0] == pytest.approx(step["grad_norm"][1], rel=TOLERANCE)
 

@@ -143,7 +143,8 @@ class LatentAttention(MLASelfAttention):
                 kv_combined = scatter_to_sequence_parallel_region(kv_combined, group=self.tp_group)
             else:
                 latent, key = kv_combined.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
-                kv_combined = torch.cat([latent, copy_to_tensor_model_parallel_region(key, group=self.tp_group)], dim=-1)
+                key = copy_to_tensor_model_parallel_region(key, group=self.tp_group)
+                kv_combined = torch.cat([latent, key], dim=-1)
         return q_compressed, kv_combined
 
 
