@@ -16,7 +16,7 @@ from tests.distributed_utils import run_ranks
 
 from maniple.models import load_card
 
-pytestmark = pytest.mark.timeout(300)  # the first test waits for all three processes
+pytestmark = pytest.mark.timeout(480)  # the first test waits for all three processes
 TOLERANCE = 1e-5  # of the largest magnitude in the tensor
 EXPERTS = 8
 MASS = 100.0  # as an expert's bias it beats every score
@@ -128,7 +128,7 @@ def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def results() -> tuple[Results, list[Results]]:
-    return run_ranks(run, 1, CASES, timeout=120)[0], run_ranks(run, 2, CASES | OPTIMIZERS, timeout=120)
+    return run_ranks(run, 1, CASES, timeout=180)[0], run_ranks(run, 2, CASES | OPTIMIZERS, timeout=180)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -19,7 +19,7 @@ from maniple.config.schema import TrainConfig
 from maniple.models import load_card
 from maniple.models.card import ModelCard
 
-pytestmark = pytest.mark.timeout(300)  # the first test waits for the engine's process, which runs all models
+pytestmark = pytest.mark.timeout(480)  # the first test waits for the engine's process, which runs all models
 TOLERANCE = 1e-5  # of the largest magnitude in the tensor
 MODELS: dict[str, tuple[str, dict]] = {
     "deepseek-v3": ("deepseek-v3", {}),  # MLA, dense layer, groups by the two best, bias, shared expert, MTP

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from maniple.kernels.routing import RouterSpec, route
+from maniple.moe.dispatch import LocalDispatcher
 from maniple.moe.experts import ExpertActivation
 from maniple.moe.layer import moe_forward
 
@@ -49,7 +50,13 @@ def test_layer_and_every_gradient_equal_the_cpus(activation):
     for device in ("cpu", "cuda"):
         tensors = {name: value.to(device).requires_grad_() for name, value in _inputs().items()}
         out, _ = moe_forward(
-            tensors["x"], tensors["router"], tensors["w13"], tensors["w2"], spec, activation=activation
+            tensors["x"],
+            tensors["router"],
+            tensors["w13"],
+            tensors["w2"],
+            spec,
+            LocalDispatcher(E),
+            activation=activation,
         )
         out.square().sum().backward()
         results.append([out, *(value.grad for value in tensors.values())])
@@ -62,7 +69,7 @@ def test_tiny_model_trains_in_bf16(card, tmp_path):
     job = tmp_path / "job.yaml"
     job.write_text(f"model: {{card: {card}, variant: tiny}}\ndata: {{source: synthetic, sequence_length: 64}}\n")
     settings = ["train.steps=12", "train.global_batch_size=4", "train.device=gpu", f"output_dir={tmp_path}"]
-    settings += ["optimizer.warmup_steps=2", "optimizer.learning_rate=5e-3", "name=tiny", "data.tokenizer_vocab_size=512"]
+    settings += ["optimizer.warmup_steps=2", "optimizer.learning_rate=5e-3", "name=tiny"]
     command = [sys.executable, "-m", "maniple", "train", str(job), "--nproc", "1", *settings]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -251,7 +251,7 @@ class PlainModel:
         return y_D + w[name + "b2"][expert] if moe.linear_bias else y_D
 
     def _balance(self, logits_TE: torch.Tensor, loads: list[int]) -> torch.Tensor:
-        """sum_e f_e P_e: f_e is E times the expert's share of `loads`, P_e its mean score (a token's scores sum to 1)."""
+        """sum_e f_e P_e: f_e is E times the expert's share of `loads`, P_e its mean score (a token's sum to 1)."""
         scores_TE = logits_TE.softmax(-1)
         if self.card.moe.router.score == "sigmoid":
             scores_TE = logits_TE.sigmoid()

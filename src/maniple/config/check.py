@@ -154,6 +154,21 @@ def _check_model(config: TrainConfig, card: ModelCard) -> None:
             f"model {card.name} normalizes queries and keys over the full width, which tensor parallelism would cut: "
             "set parallel.tensor_parallel_size=1"
         )
+    if moe.linear_bias and expert_tensor > 1:
+        raise UserError(
+            f"model {card.name} has biases in its experts, which are not cut over expert-tensor ranks: set "
+            "parallel.expert_tensor_parallel_size=1"
+        )
+    biases = {"moe.linear_bias": moe.linear_bias, "moe.router.linear_bias": moe.router.linear_bias}
+    biases["output_bias"] = card.output_bias
+    if len(set(biases.values())) > 1 or (card.output_bias and not card.qkv_bias):
+        said = ", ".join(f"{name} {value}".lower() for name, value in {**biases, "qkv_bias": card.qkv_bias}.items())
+        raise UserError(f"model {card.name}: biases of experts, router and attention come together or not at all ({said})")
+    if card.rope.interleaved != (card.mla is not None):
+        raise UserError(
+            f"model {card.name}: rope.interleaved is {str(card.rope.interleaved).lower()}, and the engine rotates "
+            "neighbouring dims with MLA and halves of the head without: change rope.interleaved"
+        )
     if config.moe.dispatcher == "local" and experts * expert_tensor > 1:
         raise UserError(
             f"moe.dispatcher local exchanges nothing between ranks, and expert_parallel_size x "

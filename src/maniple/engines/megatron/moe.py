@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
@@ -17,7 +18,12 @@ from maniple.kernels.routing import RouterSpec, route, z_loss
 from maniple.moe.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
 from maniple.moe.router import load_balance_loss
 
-_AUX_KIND = {"seq_aux_loss": "sequence", "aux_loss": "micro_batch", "global_aux_loss": "global_batch"}
+# upstream's name of a balance loss: (ours, and the name under which Megatron-LM's log reports it)
+_AUX_LOSSES = {
+    "seq_aux_loss": ("sequence", "seq_load_balancing_loss"),
+    "aux_loss": ("micro_batch", "load_balancing_loss"),
+    "global_aux_loss": ("global_batch", "global_load_balancing_loss"),
+}
 
 
 class ManipleRouter(TopKRouter):
@@ -62,13 +68,14 @@ class ManipleRouter(TopKRouter):
         if learning and self.config.moe_z_loss_coeff:
             loss = z_loss(logits_TE, valid_T)
             self.loss_sums[1] += loss.detach()
+            self._report("z_loss", loss, avg_group=self.tp_dp_cp_group)
             logits_TE = self._attach(logits_TE, loss * self.config.moe_z_loss_coeff / self.tp_cp_group.size(), valid_T)
         routing = route(logits_TE, self.spec, self.expert_bias)
         probs_TK = routing.probs_TK
         if learning:
             with torch.no_grad():
                 self.local_tokens_per_expert += routing.counts(valid_T)
-            for kind, coefficient in self._aux_losses():
+            for kind, reported_as, coefficient in self._aux_losses():
                 whole = kind == "global_batch"
                 loss = load_balance_loss(
                     routing,
@@ -83,13 +90,22 @@ class ManipleRouter(TopKRouter):
                     # shares of data-parallel ranks add up to the loss, but gradients are averaged over them
                     loss = loss * (self.tp_dp_cp_group.size() // self.tp_cp_group.size())
                 self.loss_sums[0] += loss.detach()
+                self._report(reported_as, loss, reduce_group=self.tp_cp_group)
                 probs_TK = self._attach(probs_TK, loss * coefficient, valid_T)
         return probs_TK, routing.ids_TK
 
     def _aux_losses(self):
-        for name, kind in _AUX_KIND.items():
+        for name, (kind, reported_as) in _AUX_LOSSES.items():
             if (coefficient := self.get_aux_loss_coeff(name)) > 0:
-                yield kind, coefficient
+                yield kind, reported_as, coefficient
+
+    def _report(self, name: str, loss: torch.Tensor, **groups) -> None:
+        """Gives a loss to the log of Megatron-LM, where that is what trains; Maniple's own trainer reads `loss_sums`."""
+        if hasattr(self.config, "maniple_moe") or self.layer_number is None:
+            return
+        layers = self.config.num_layers + (self.config.mtp_num_layers or 0)
+        number = self.layer_number + (self.config.num_layers if self.is_mtp_layer else 0)
+        get_moe_metrics_tracker().record(name, loss, number, layers, **groups)
 
     def _attach(self, carrier: torch.Tensor, loss: torch.Tensor, valid_T: torch.Tensor | None) -> torch.Tensor:
         """Adds `loss`'s gradient where `carrier`'s gradient passes. With per-token loss upstream divides every gradient

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from maniple.config.layout import parse_layout
 from maniple.config.schema import TrainConfig
 from maniple.engines.megatron import cpu
 from maniple.errors import UserError
@@ -50,16 +51,13 @@ def start(job: TrainConfig, device: torch.device) -> None:
 def start_groups(job: TrainConfig) -> None:
     """Megatron-Core's groups and seeds over a process group that exists."""
     parallel = job.parallel
-    virtual = parallel.virtual_pipeline_size
+    virtual = parallel.virtual_pipeline_size or 1
     if parallel.pipeline_layout:
-        from maniple.config.check import parse_layout
-
         virtual = len(parse_layout(parallel.pipeline_layout)) // parallel.pipeline_parallel_size
-        virtual = virtual if virtual > 1 else None
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_parallel_size,
-        virtual_pipeline_model_parallel_size=virtual,
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,  # upstream refuses a size of 1
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,

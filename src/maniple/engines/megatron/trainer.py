@@ -60,6 +60,11 @@ class Trainer:
     """One rank of one job, from data to summary."""
 
     def __init__(self, job: TrainConfig, card: ModelCard, device: torch.device) -> None:
+        if job.data.source == "synthetic" and job.data.tokenizer is None:
+            # made-up tokens fill the model's own vocabulary
+            job = job.model_copy(
+                update={"data": job.data.model_copy(update={"tokenizer_vocab_size": card.vocab_size})}
+            )
         self.job, self.device = job, device
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         setup_logging(job.run_dir, self.rank)

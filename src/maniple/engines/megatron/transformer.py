@@ -11,7 +11,6 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from maniple.config.check import pipeline_stages
 from maniple.config.schema import TrainConfig
-from maniple.errors import UserError
 from maniple.kernels.routing import RouterSpec
 from maniple.models.card import ModelCard
 
@@ -27,14 +26,13 @@ def transformer_config(card: ModelCard, job: TrainConfig) -> TransformerConfig:
     """Megatron-Core's config of this card under this job; an `MLATransformerConfig` where the card has MLA.
 
     Two attributes are added to it: `maniple_router` (RouterSpec: Megatron-Core's own fields cannot say every router)
-    and `maniple_moe` (the job's MoEConfig). Raises UserError for a card that the engine cannot build.
+    and `maniple_moe` (the job's MoEConfig).
+    What cannot be built together is refused before, in `maniple.config.check`.
     """
     moe, router, parallel, precision = card.moe, card.moe.router, job.parallel, job.precision
-    biases = {moe.linear_bias, router.linear_bias, card.output_bias}
-    if len(biases) > 1 or (card.output_bias and not card.qkv_bias):
-        raise UserError(f"{card.name}: biases of experts, router and attention output come together or not at all")
     aux_coefficient = router.aux_loss if job.moe.aux_loss_coefficient is None else job.moe.aux_loss_coefficient
     dtype = torch.bfloat16 if precision.dtype == "bf16" else torch.float32
+    virtual = parallel.virtual_pipeline_size
     sequence_parallel = parallel.sequence_parallel
     if sequence_parallel is None:
         sequence_parallel = parallel.tensor_parallel_size > 1
@@ -83,7 +81,7 @@ def transformer_config(card: ModelCard, job: TrainConfig) -> TransformerConfig:
         tensor_model_parallel_size=parallel.tensor_parallel_size,
         sequence_parallel=sequence_parallel,
         pipeline_model_parallel_size=parallel.pipeline_parallel_size,
-        virtual_pipeline_model_parallel_size=None if parallel.pipeline_layout else parallel.virtual_pipeline_size,
+        virtual_pipeline_model_parallel_size=None if parallel.pipeline_layout or virtual == 1 else virtual,
         pipeline_model_parallel_layout=parallel.pipeline_layout,
         # of two ranks each is the other's next and previous stage at once: one batch of sends would mix up the two
         # (upstream's arguments.py refuses it), so the interleaved schedule sends one by one
