@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.distributed_utils import run_ranks
 
 from maniple.models import counting, list_cards, load_card
-from tests.distributed_utils import run_ranks
 
 # billions, rounded to three decimals: of models built by other code than ours
 PUBLISHED = yaml.safe_load((Path(__file__).parents[1] / "data" / "model_counts.yaml").read_text(encoding="utf-8"))

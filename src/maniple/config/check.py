@@ -163,7 +163,9 @@ def _check_model(config: TrainConfig, card: ModelCard) -> None:
     biases["output_bias"] = card.output_bias
     if len(set(biases.values())) > 1 or (card.output_bias and not card.qkv_bias):
         said = ", ".join(f"{name} {value}".lower() for name, value in {**biases, "qkv_bias": card.qkv_bias}.items())
-        raise UserError(f"model {card.name}: biases of experts, router and attention come together or not at all ({said})")
+        raise UserError(
+            f"model {card.name}: biases of experts, router and attention come together or not at all ({said})"
+        )
     if card.rope.interleaved != (card.mla is not None):
         raise UserError(
             f"model {card.name}: rope.interleaved is {str(card.rope.interleaved).lower()}, and the engine rotates "

@@ -1,1 +1,1 @@
-"""Training engines: each folder joins the MoE layer and the cards to one framework, through that framework's own seams."""
+"""Training engines: each folder joins MoE layer and cards to one framework, through that framework's own seams."""

@@ -3,7 +3,7 @@
 import logging
 import warnings
 
-# Upstream's notices about Transformer Engine, Apex and models that this engine does not use would bury a run's own words.
+# Upstream's notices about Transformer Engine, Apex and models that are not used here would bury a run's own words.
 warnings.filterwarnings("ignore", module=r"megatron\..*")
 logging.getLogger("megatron").setLevel(logging.ERROR)
 # says at import that there is no CUDA runtime, where a CUDA compiler is installed on a machine without a GPU

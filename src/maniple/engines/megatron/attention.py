@@ -80,7 +80,7 @@ class SDPAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params=None,
     ) -> torch.Tensor:
-        """query `[S, B, H, D]`, key `[S, B, G, D]`, value `[S, B, G, V]` -> `[S, B, H * V]`. The mask is ignored: causal."""
+        """query `[S, B, H, D]`, key `[S, B, G, D]`, value `[S, B, G, V]` -> `[S, B, H * V]`; always causal."""
         if packed_seq_params is not None or attention_bias is not None:
             raise ValueError("attention takes neither packed sequences nor a bias")
         if attn_mask_type not in (None, AttnMaskType.causal):
@@ -112,7 +112,7 @@ class SDPAttention(MegatronModule):
             {"softmax_offset": 0},
             sharded_offsets,
             tp_group=self.pg_collection.tp,
-            dp_cp_group=metadata["dp_cp_group"],
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
         )
 
 
@@ -149,7 +149,7 @@ class LatentAttention(MLASelfAttention):
 
 
 def causal_bias(length: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
-    """`[1, S, S]` of 0 where query i may see key j (j <= i and i - j < window), else -inf; dtype and device of `like`."""
+    """`[1, S, S]`: 0 where query i may see key j (j <= i and i - j < window), else -inf; dtype, device of `like`."""
     i_S1 = torch.arange(length, device=like.device)[:, None]
     j_1S = torch.arange(length, device=like.device)[None]
     hidden_SS = j_1S > i_S1

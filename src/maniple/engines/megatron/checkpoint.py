@@ -31,7 +31,7 @@ _MANIFEST = "maniple.json"
 
 
 def save(run_dir: Path, chunks, optimizer, scheduler, *, step: int, samples: int, card: ModelCard, job: TrainConfig):
-    """Writes one checkpoint and returns its folder. Collective: every rank calls it. Raises OSError (disk full, ...)."""
+    """Writes one checkpoint and returns its folder. Collective: every rank calls it. OSError where the disk is full."""
     final = run_dir / "checkpoints" / f"{_PREFIX}{step:08d}"
     partial = final.with_suffix(".partial")
     if dist.get_rank() == 0:
@@ -91,7 +91,9 @@ def load(folder: Path, chunks, optimizer, scheduler, card: ModelCard) -> tuple[i
     ours, theirs = card.model_dump(mode="json"), manifest["card"]
     different = sorted(key for key in ours if key not in ("name", "published") and ours[key] != theirs.get(key))
     if different:
-        raise UserError(f"checkpoint {folder} is of another model ({theirs.get('name')}): {', '.join(different)} differ")
+        raise UserError(
+            f"checkpoint {folder} is of another model ({theirs.get('name')}): {', '.join(different)} differ"
+        )
     state = _state(chunks, optimizer, scheduler, is_loading=True, rng=manifest["world_size"] == dist.get_world_size())
     loaded = dist_checkpointing.load(state, str(folder), strict=dist_checkpointing.validation.StrictHandling.RAISE_ALL)
     for index, chunk in enumerate(chunks):

@@ -129,7 +129,7 @@ def install() -> None:
     torch.cuda.random.get_rng_state = _rng_state
     torch.cuda.nvtx.range_push = lambda *args, **kwargs: 0
     torch.cuda.nvtx.range_pop = lambda *args, **kwargs: 0
-    # fused ops are decorated with torch.compile at import (jit.py); a CPU gains nothing and waits a minute for a compiler
+    # fused ops are decorated with torch.compile at import (jit.py); a CPU gains nothing and waits for a compiler
     torch.compiler.set_stance("force_eager")
     from megatron.core.tensor_parallel import random
 

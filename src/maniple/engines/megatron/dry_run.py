@@ -153,7 +153,7 @@ def _objects_gathered_alike():
 
 
 def _micro_batches_until_full(chunks: int) -> int:
-    """Micro-batches after which this stage holds as many activations as it ever will, under Megatron-Core's schedules."""
+    """Micro-batches after which this stage holds as many activations as it ever will (Megatron-Core's schedules)."""
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     behind = stages - 1 - parallel_state.get_pipeline_model_parallel_rank()
     if chunks == 1:

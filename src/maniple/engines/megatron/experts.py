@@ -51,8 +51,8 @@ class GroupedExperts(MegatronModule):
     def _parameter(self, shape: tuple[int, ...], partition_dim: int | None) -> torch.nn.Parameter:
         data = torch.empty(shape, dtype=self.config.params_dtype, device=torch.cuda.current_device())
         parameter = torch.nn.Parameter(data)
-        # False: DDP reduces the gradient over the expert-data-parallel ranks. They are the data-parallel ones only where
-        # experts are cut like all else (upstream looks at EP alone: with EP 1 and ETP below TP, ranks drift apart)
+        # False: DDP reduces the gradient over the expert-data-parallel ranks. They are the data-parallel ones only
+        # where experts are cut like all else (upstream looks at EP alone: with EP 1 and ETP below TP, ranks drift)
         p = self.config
         parameter.allreduce = (
             p.expert_model_parallel_size == 1 and p.expert_tensor_parallel_size == p.tensor_model_parallel_size

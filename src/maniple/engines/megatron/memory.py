@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,11 +36,11 @@ class StorageMeter(TorchDispatchMode):
         if key in self._known:
             return
         size = -(-storage.nbytes() // self.rounding) * self.rounding
-        self._known[key] = weakref.ref(storage, lambda _, key=key, size=size: self._forget(key, size))
+        self._known[key] = weakref.ref(storage, partial(self._forget, key, size))
         self.live += size
         self.peak = max(self.peak, self.live)
 
-    def _forget(self, key: int, size: int) -> None:
+    def _forget(self, key: int, size: int, _: weakref.ref) -> None:
         del self._known[key]
         self.live -= size
 

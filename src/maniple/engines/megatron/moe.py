@@ -29,10 +29,10 @@ _AUX_LOSSES = {
 class ManipleRouter(TopKRouter):
     """Router whose statistics come from the very ids that dispatch uses.
 
-    Buffers: `expert_bias` fp32 `[E]` (persistent, if the model has one), `local_tokens_per_expert` int64 `[E]`, counted
-    once a training forward and zeroed after each step, `running_counts` int64 `[E]`: those of all micro-batches and ranks
-    so far, for the global balance loss, and `loss_sums` fp32 `[2]`: aux and z loss summed over micro-batches. None of them
-    leaves its dtype when the model is cast to bf16.
+    Buffers: `expert_bias` fp32 `[E]` (persistent, if the model has one); `local_tokens_per_expert` int64 `[E]`, counted
+    once a training forward and zeroed after each step; `running_counts` int64 `[E]`: those of all micro-batches and
+    ranks so far, for the global balance loss; `loss_sums` fp32 `[2]`: aux and z loss summed over micro-batches. None
+    of them leaves its dtype when the model is cast to bf16.
     """
 
     def __init__(self, config, pg_collection=None, is_mtp_layer: bool = False) -> None:
@@ -49,7 +49,9 @@ class ManipleRouter(TopKRouter):
 
     def _apply(self, fn, recurse: bool = True):
         """Casting the model (Float16Module) must not round the bias or the sums; moving it must move them."""
-        kept = {name: self._buffers[name] for name in ("expert_bias", "loss_sums") if self._buffers.get(name) is not None}
+        kept = {
+            name: self._buffers[name] for name in ("expert_bias", "loss_sums") if self._buffers.get(name) is not None
+        }
         super()._apply(fn, recurse)
         for name, before in kept.items():
             self._buffers[name] = before.to(self._buffers[name].device)
@@ -60,7 +62,7 @@ class ManipleRouter(TopKRouter):
         self.running_counts.zero_()
 
     def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None):
-        """logits `[S, B, E]` -> (probs fp32 `[T, K]`, ids int64 `[T, K]`); `padding_mask` `[S, B]` is True at padding."""
+        """logits `[S, B, E]` -> (probs fp32 `[T, K]`, ids int64 `[T, K]`); `padding_mask` `[S, B]`: True at padding."""
         length, batch = logits.shape[:2]
         logits_TE = logits.reshape(length * batch, -1).float()
         valid_T = None if padding_mask is None else ~padding_mask.reshape(-1)
@@ -100,7 +102,7 @@ class ManipleRouter(TopKRouter):
                 yield kind, reported_as, coefficient
 
     def _report(self, name: str, loss: torch.Tensor, **groups) -> None:
-        """Gives a loss to the log of Megatron-LM, where that is what trains; Maniple's own trainer reads `loss_sums`."""
+        """Gives a loss to Megatron-LM's log, where that is what trains; Maniple's own trainer reads `loss_sums`."""
         if hasattr(self.config, "maniple_moe") or self.layer_number is None:
             return
         layers = self.config.num_layers + (self.config.mtp_num_layers or 0)

@@ -19,11 +19,13 @@ from maniple.errors import UserError
 
 
 def pick_device(job: TrainConfig) -> torch.device:
-    """The device of this process; makes it Megatron-Core's. Raises UserError if a GPU was asked for and none is there."""
+    """This process's device; makes it Megatron-Core's. Raises UserError if a GPU was asked for and none is there."""
     if cpu.is_installed():
         return torch.device("cpu")
     if job.train.device == "gpu" and not torch.cuda.is_available():
-        raise UserError("train.device is gpu, but torch sees no GPU here: set train.device=cpu, or install its GPU build")
+        raise UserError(
+            "train.device is gpu, but torch sees no GPU here: set train.device=cpu, or install its GPU build"
+        )
     if job.train.device == "cpu" or not torch.cuda.is_available():
         cpu.install()
         return torch.device("cpu")
@@ -37,7 +39,7 @@ def pick_device(job: TrainConfig) -> torch.device:
 
 
 def start(job: TrainConfig, device: torch.device) -> None:
-    """Joins the process group that torchrun describes (or a group of one) and builds Megatron-Core's groups and seeds."""
+    """Joins the process group that torchrun describes (or a group of one); builds Megatron-Core's groups and seeds."""
     if not dist.is_initialized():
         timeout = timedelta(seconds=job.parallel.collective_timeout_seconds)
         backend = "nccl" if device.type == "cuda" else "gloo"

@@ -38,7 +38,7 @@ log = logging.getLogger("maniple")
 
 
 def main(job: TrainConfig, card: ModelCard) -> int:
-    """Runs this process's part of the job to its end and returns the exit code. Raises UserError for the user's mistakes."""
+    """Runs this process's part of the job and returns the exit code. Raises UserError for the user's mistakes."""
     device = parallel.pick_device(job)
     parallel.start(job, device)
     try:
@@ -62,9 +62,7 @@ class Trainer:
     def __init__(self, job: TrainConfig, card: ModelCard, device: torch.device) -> None:
         if job.data.source == "synthetic" and job.data.tokenizer is None:
             # made-up tokens fill the model's own vocabulary
-            job = job.model_copy(
-                update={"data": job.data.model_copy(update={"tokenizer_vocab_size": card.vocab_size})}
-            )
+            job = job.model_copy(update={"data": job.data.model_copy(update={"tokenizer_vocab_size": card.vocab_size})})
         self.job, self.device = job, device
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         setup_logging(job.run_dir, self.rank)
@@ -183,9 +181,7 @@ class Trainer:
             return
         batches = [self._batches(self.validation_data, 0) for _ in self.chunks]
         self.validation_loss = step.evaluate(self.chunks, batches, self.job, self.device)
-        self.writer.log(
-            self.progress.step, {"validation_loss": self.validation_loss, "data": self.source.description}
-        )
+        self.writer.log(self.progress.step, {"validation_loss": self.validation_loss, "data": self.source.description})
 
     def _save(self) -> None:
         folder = checkpoint.save(
@@ -206,9 +202,7 @@ class Trainer:
         if job.train.sample_tokens and job.data.source != "synthetic":
             tokenizer = self.source.tokenizer
             prompt = tokenizer.encode(job.train.sample_prompt)
-            ids = sample.generate(
-                self.chunks, prompt, job.train.sample_tokens, self.card.vocab_size, job, self.device
-            )
+            ids = sample.generate(self.chunks, prompt, job.train.sample_tokens, self.card.vocab_size, job, self.device)
             text = tokenizer.decode(ids)
         peak = torch.tensor(peak_memory_bytes(self.device), dtype=torch.int64, device=self.device)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)

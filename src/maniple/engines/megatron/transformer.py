@@ -102,7 +102,7 @@ def transformer_config(card: ModelCard, job: TrainConfig) -> TransformerConfig:
             fields |= dict(recompute_method="block", recompute_num_layers=job.recompute.num_layers)
     elif job.recompute.granularity == "selective":
         fields |= dict(recompute_modules=job.recompute.modules or ["core_attn"])
-    if card.sliding_layers != "none":
+    if card.sliding_layers != "none" and card.sliding_window is not None:
         # (left, right): a query sees `left` tokens before itself
         fields |= dict(
             window_size=(card.sliding_window - 1, 0),
