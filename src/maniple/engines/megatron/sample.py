@@ -14,21 +14,21 @@ from maniple.config.schema import TrainConfig
 def generate(chunks, prompt: list[int], length: int, vocab_size: int, job: TrainConfig, device, *, temperature=0.8):
     """`prompt` and `length` more token ids, drawn at `temperature` with the job's seed; the same on every rank.
 
-    Each token runs the whole sequence anew (there is no cache): it is for a look, not for serving.
+    Each token runs all before it anew (there is no cache): it is for a look, not for serving.
     """
-    size = job.data.sequence_length
-    tokens = list(prompt[: size - 1]) or [0]
+    longest = job.data.sequence_length
+    tokens = list(prompt[:longest]) or [0]
     generator = torch.Generator().manual_seed(job.train.seed)
     for chunk in chunks:
         chunk.eval()
-    positions_BS = torch.arange(size, device=device)[None].expand(job.train.micro_batch_size, -1)
     for _ in range(length):
-        context = tokens[-(size - 1) :]
+        context = tokens[-longest:]
+        size = min(longest, -(-len(context) // 64) * 64)  # a few sizes only, which tensor-parallel sizes divide
+        # padding comes after the context, where a causal model cannot look
+        ids_BS = torch.tensor([context + [0] * (size - len(context))], device=device)
+        positions_BS = torch.arange(size, device=device)[None]
 
-        def forward(_, model, context=context):
-            # padding comes after the context, where a causal model cannot look
-            ids_BS = torch.zeros(job.train.micro_batch_size, size, dtype=torch.int64, device=device)
-            ids_BS[:, : len(context)] = torch.tensor(context, device=device)
+        def forward(_, model, ids_BS=ids_BS, positions_BS=positions_BS):
             logits_BSV = model(input_ids=ids_BS, position_ids=positions_BS, attention_mask=None)
             return logits_BSV, lambda output, non_loss_data=True: output
 
@@ -38,7 +38,7 @@ def generate(chunks, prompt: list[int], length: int, vocab_size: int, job: Train
             model=chunks,
             num_microbatches=parallel_state.get_pipeline_model_parallel_world_size(),
             seq_length=size,
-            micro_batch_size=job.train.micro_batch_size,
+            micro_batch_size=1,
             forward_only=True,
             collect_non_loss_data=True,
         )

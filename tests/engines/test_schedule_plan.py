@@ -1,0 +1,100 @@
+"""Combined 1F1B: upstream cuts our layers at its stage borders and runs one micro-batch's forward beside another's backward.
+
+The plan's nodes are upstream's own (`build_layer_callables`): each runs one stage on detached inputs and frees what it
+believes is no longer needed. Losses and gradients must equal those of plain forward and backward. Expert-parallel size
+is 1 here, with the dispatcher of more ranks, whose buffers may be freed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from maniple.models import load_card
+from tests.distributed_utils import run_ranks
+
+# MLA, dense layer, shared expert, MTP; biases and sinks
+MODELS = ("deepseek-v3", "gpt-oss-20b")
+
+
+def compare(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
+    """In a process of its own: errors of losses and gradients by model, and what upstream takes each layer for."""
+    return {name: _compare(name) for name in MODELS}
+
+
+def _compare(card_name: str) -> dict[str, Any]:
+    import torch
+    from megatron.core.models.common.fine_grained_callables import build_layer_callables, get_layer_moe_metadata
+    from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan as Plan
+    from megatron.core.pipeline_parallel.utils import set_streams
+
+    from maniple.engines.megatron.model import unwrap
+    from tests.engines import helpers
+
+    card = load_card(card_name).tiny()
+    engine = helpers.Engine(card, helpers.make_job(moe={"dispatcher": "all_to_all"}))
+    model = unwrap(engine.chunks[0])
+    batches = helpers.make_batches(card.vocab_size, 3, 2)
+    inputs = [
+        {
+            "input_ids": batch["tokens"],
+            "position_ids": batch["position_ids"],
+            "attention_mask": None,
+            "labels": batch["labels"],
+            "loss_mask": batch["loss_mask"],
+        }
+        for batch in batches
+    ]
+    # not all alike, so that a mixed-up micro-batch shows
+    grads_BS = [torch.rand_like(batch["loss_mask"]) for batch in batches]
+
+    plain = [model(**words) for words in inputs]
+    for losses_BS, grad_BS in zip(plain, grads_BS, strict=True):
+        losses_BS.backward(grad_BS)
+    wanted = engine.gradients()
+    engine.chunks[0].zero_grad_buffer()
+
+    set_streams()
+    losses, before = [], None
+    for step in range(len(inputs) + 1):
+        plan = model.build_schedule_plan(**inputs[step]) if step < len(inputs) else None
+        out_BS = Plan.run(plan, before, b_grad=grads_BS[step - 1] if before else None)
+        losses += [] if plan is None else [out_BS]
+        before = plan
+    got = engine.gradients()
+    layers = [*model.decoder.layers, *(model.mtp.layers if card.num_mtp_layers else [])]
+    return {
+        "zeros": [name for name, g in wanted.items() if not g.any()],
+        "losses": max(error(a, b) for a, b in zip(losses, plain, strict=True)),
+        "gradients": {name: error(got[name], wanted[name]) for name in wanted},
+        "layers": [get_layer_moe_metadata(layer) for layer in layers],
+        "callables": [len(build_layer_callables(layer)[0]) for layer in layers],
+    }
+
+
+def error(got, wanted) -> float:
+    scale = wanted.abs().max()
+    return float((got - wanted).abs().max() / (scale if scale > 0 else 1))
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, dict[str, Any]]:
+    return run_ranks(compare, 1, timeout=100)[0]
+
+
+@pytest.mark.timeout(180)  # the first test waits for the process
+@pytest.mark.parametrize("name", MODELS)
+def test_overlap_equals_plain_forward_and_backward(reports, name):
+    report = reports[name]
+    assert report["losses"] <= 1e-6
+    assert not report["zeros"]
+    assert not {key: e for key, e in report["gradients"].items() if not e <= 1e-5}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_upstream_sees_moe_layers(reports, name):
+    card = load_card(name).tiny()
+    moe = [card.is_moe_layer(layer) for layer in range(card.num_layers + card.num_mtp_layers)]
+    assert reports[name]["layers"] == [(True, 8) if kind else (False, None) for kind in moe]
+    assert reports[name]["callables"] == [5] * len(moe)
