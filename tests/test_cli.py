@@ -144,7 +144,8 @@ def test_dry_run_is_in_this_process(engine):
 
 
 def test_a_rank_of_torchrun_trains_in_this_process(engine, monkeypatch, capsys):
-    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2")):
+    torchrun = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for name, value in torchrun.items():
         monkeypatch.setenv(name, value)
     words = ["train", DEMO, "--set", "train.steps=77", "train.seed=5", "--name", "007", "--resume", "auto"]
     assert cli.main(words) == 5
@@ -154,6 +155,19 @@ def test_a_rank_of_torchrun_trains_in_this_process(engine, monkeypatch, capsys):
     assert "--nproc starts torchrun" in mistake(capsys, "train", DEMO, "--nproc", "2")
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert "world size 3" in mistake(capsys, "train", DEMO)
+    for name, value, says in [
+        ("RANK", "abc", "RANK is 'abc', not a number"),
+        ("LOCAL_RANK", "", "LOCAL_RANK is '', not a number"),
+        ("WORLD_SIZE", "-2", "WORLD_SIZE is '-2', not a number"),
+        ("WORLD_SIZE", "1", "RANK 1 and LOCAL_RANK 1 must be below WORLD_SIZE 1"),
+        ("MASTER_PORT", "x", "MASTER_PORT is 'x', not a number"),
+        ("MASTER_PORT", "70000", "MASTER_PORT is 70000, more than 65535"),
+        ("MASTER_PORT", "", "RANK is set and MASTER_PORT not"),
+    ]:
+        with monkeypatch.context() as environment:
+            environment.setenv("WORLD_SIZE", "2")
+            environment.setenv(name, value)
+            assert says in mistake(capsys, "train", DEMO)
 
 
 def test_gpus_decide_how_many_processes_start(monkeypatch, capsys):

@@ -95,6 +95,8 @@ def train(
     if worker.is_worker():
         if nproc is not None:
             raise UserError("--nproc starts torchrun, and torchrun has already started this process: leave --nproc out")
+        if worker.is_launched():
+            worker.end_with_launcher()
         check(job, card, worker.world_size())
         faulthandler.enable(file=2)
         from maniple.engines.megatron import trainer

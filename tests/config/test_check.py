@@ -175,3 +175,10 @@ def test_cards_that_do_not_exist_or_contradict_themselves(overrides, says):
         resolve_card(load(None, overrides).config)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_numbers_that_would_overflow_later_are_refused():
+    assert refusal(1, f"train.seed={2**31}").startswith("train.seed 2147483648 is more than 2147483647")
+    accepted(1, f"train.seed={2**31 - 1}")
+    assert "is more than 1,099,511,627,776 samples" in refusal(1, f"train.steps={2**34 + 1}")
+    accepted(1, f"train.steps={2**34}")

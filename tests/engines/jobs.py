@@ -26,6 +26,7 @@ def tiny_card(name: str, **overrides: Any) -> ModelCard:
 def make_job(folder: Path, name: str, **sections: dict[str, Any]) -> TrainConfig:
     """An fp32 CPU job of two micro-batches of two sequences a step and process; `sections` are merged over it."""
     base: dict[str, dict[str, Any]] = {
+        "model": {"vocab_size_multiple": 1},
         "parallel": {"collective_timeout_seconds": 60, "distributed_optimizer": False},
         "precision": {"dtype": "fp32"},
         "data": {"source": "synthetic", "sequence_length": 32, "tokenizer_vocab_size": VOCABULARY},

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -155,3 +156,13 @@ def test_workers_write_to_the_terminal_at_once_and_get_signals(number, tmp_path)
     assert seen == b"waiting\r\n"
     assert process.returncode == 128 + number
     assert json.loads((tmp_path / "0.json").read_text())["tty"] is True
+
+
+def test_workers_end_with_a_launcher_that_is_killed(tmp_path):
+    command, env = job("sleep", "--nproc", "1", "parallel.expert_parallel_size=1")
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout.readline() == b"waiting\n"
+        process.kill()
+        started = time.monotonic()
+        assert process.stdout.read() == b""  # until the worker, too, has closed it
+    assert time.monotonic() - started < 20  # it would sleep for 60 s

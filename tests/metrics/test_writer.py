@@ -3,6 +3,7 @@ import logging
 
 import pytest
 
+from maniple.errors import UserError
 from maniple.metrics import MetricsWriter, read_metrics, setup_logging
 
 
@@ -86,3 +87,13 @@ def test_tensorboard_gets_the_scalars(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert events.Tags()["scalars"] == ["loss"]
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 3.0), (2, 1.5)]
+
+
+def test_a_run_has_one_writer_at_a_time(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.log(1, {"loss": 1.0})
+        with pytest.raises(UserError, match="another job is writing this run"):
+            MetricsWriter(tmp_path, resumed_step=0)
+        MetricsWriter(tmp_path, rank=1).close()  # of the same job
+    assert steps(tmp_path / "metrics.jsonl") == [1]
+    MetricsWriter(tmp_path).close()

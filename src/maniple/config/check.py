@@ -17,6 +17,8 @@ from maniple.models.card import ModelCard
 
 __all__ = ["check", "data_parallel_size", "parse_layout", "pipeline_stages", "resolve_card"]
 
+_LARGEST_SEED = 2**31 - 1  # NumPy's is 2**32 - 1, and ranks add their own numbers
+_MOST_SAMPLES = 2**40  # far past any job, and short of overflows in sample indices
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 
 
@@ -197,6 +199,13 @@ def _check_sequence(config: TrainConfig) -> None:
 def _check_batch(config: TrainConfig, world_size: int) -> int:
     """Returns the micro-batches a step."""
     train = config.train
+    if train.seed > _LARGEST_SEED:
+        raise UserError(f"train.seed {train.seed} is more than {_LARGEST_SEED}, which random generators take")
+    if train.steps * train.global_batch_size > _MOST_SAMPLES:
+        raise UserError(
+            f"train.steps {train.steps} x train.global_batch_size {train.global_batch_size} is more than "
+            f"{_MOST_SAMPLES:,} samples: lower one of them"
+        )
     ranks = data_parallel_size(config, world_size)
     share = train.micro_batch_size * ranks
     if train.global_batch_size % share:

@@ -19,6 +19,7 @@ from maniple.errors import UserError
 _FLOAT = "tag:yaml.org,2002:float"
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
 _MERGE = "tag:yaml.org,2002:merge"
+_LARGEST = 1 << 20  # bytes of a job file: far past any, and short of what a wrong path (a dataset, /dev/zero) would cost
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,11 @@ def parse(text: str, where: str) -> Document:
 def read(path: Path) -> Document:
     """Reads a YAML file. Raises UserError for a file that is missing, a folder, not readable, or not UTF-8 YAML."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with open(path, "rb") as file:
+            content = file.read(_LARGEST + 1)
+        if len(content) > _LARGEST:
+            raise UserError(f"{path}: larger than {_LARGEST >> 20} MiB, so not a job file; give the path of a YAML file")
+        text = content.decode("utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; give the path of a job file (YAML)") from None
     except IsADirectoryError:

@@ -316,12 +316,14 @@ def _sync(path: Path) -> None:
 
 
 def _progress_bar(enabled: bool) -> Progress:
+    console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
-        disable=not enabled,
+        console=console,
+        transient=True,  # what is left to read is the result, or the one line of an error
+        disable=not (enabled and console.is_interactive),
     )

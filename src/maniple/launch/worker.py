@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 import traceback
 from pathlib import Path
 
+from maniple.errors import UserError
+
 LAUNCHED = "MANIPLE_LAUNCHED"  # set for workers that `maniple train` started, not for those of a bare torchrun
-_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # in the order that `world_size` reads them
+_MEETING = ("MASTER_ADDR", "MASTER_PORT")
 
 
 def is_worker() -> bool:
@@ -23,8 +27,38 @@ def is_launched() -> bool:
 
 
 def world_size() -> int:
-    """Ranks of the job this worker belongs to."""
-    return int(os.environ["WORLD_SIZE"])
+    """Ranks of the job this worker belongs to. UserError if what torchrun should have set makes no sense."""
+    missing = [name for name in _MEETING if not os.environ.get(name)]
+    if missing:
+        raise UserError(f"RANK is set and {' and '.join(missing)} not: start with torchrun, or unset RANK")
+    rank, local_rank, world, port = map(_number, (*_TORCHRUN, "MASTER_PORT"))
+    if not max(rank, local_rank) < world:
+        raise UserError(
+            f"environment variables RANK {rank} and LOCAL_RANK {local_rank} must be below WORLD_SIZE {world}: unset "
+            "them to start the processes here, or mend them"
+        )
+    if port > 65535:
+        raise UserError(f"environment variable MASTER_PORT is {port}, more than 65535: mend it")
+    return world
+
+
+def _number(name: str) -> int:
+    text = os.environ[name]
+    if not (text.isascii() and text.isdecimal()):
+        raise UserError(f"environment variable {name} is {text!r}, not a number: unset it, or mend it")
+    return int(text)
+
+
+def end_with_launcher() -> None:
+    """Watches `maniple train`, in the background: killed with SIGKILL it cannot end this process, which ends itself."""
+    launcher = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(1)
+        os._exit(1)  # like a kill: what hangs in a collective would not come to an orderly end
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def record(error: BaseException) -> None:

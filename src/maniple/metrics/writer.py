@@ -8,7 +8,9 @@ has step and validation_loss.
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import IO, Any, Self
 
 from rich.console import Console
 
+from maniple.errors import UserError
 from maniple.metrics.records import drop_after, plain, to_json
 
 # Results go to stdout; everything a person watches goes to stderr, through one console so that log lines and the
@@ -32,6 +35,8 @@ class MetricsWriter:
     tensorboard: also write scalars for TensorBoard (rank 0).
     resumed_step: the run goes on after this step: records of later steps are removed, the others kept. None: a new
         run; the metrics of a former run in the same folder are set aside as `metrics.1.jsonl` and so on.
+
+    Raises UserError while another process writes the same run.
     """
 
     def __init__(
@@ -42,8 +47,10 @@ class MetricsWriter:
         self._board: Any = None
         self._log = logging.getLogger(_METRICS_LOGGER)
         run_dir.mkdir(parents=True, exist_ok=True)
+        self._lock: int | None = None
         if rank != 0:
             return
+        self._lock = _locked(run_dir)
         if resumed_step is None:
             _set_aside(self.path)
         else:
@@ -74,6 +81,9 @@ class MetricsWriter:
         if self._board is not None:
             self._board.close()
             self._board = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def __enter__(self) -> Self:
         return self
@@ -124,6 +134,23 @@ def _one_line(record: Mapping[str, Any]) -> str:
     """`step=3 loss=6.1204 ...`: numbers and words; lists are left to the JSONL."""
     shown = ((key, value) for key, value in plain(record).items() if not isinstance(value, (list, dict)))
     return " ".join(f"{key}={value:.6g}" if isinstance(value, float) else f"{key}={value}" for key, value in shown)
+
+
+def _locked(run_dir: Path) -> int:
+    """Takes the run's folder for this process until the returned descriptor is closed, by whatever end.
+
+    Raises UserError if another process has it: two jobs of one name would overwrite each other's records and
+    checkpoints.
+    """
+    descriptor = os.open(run_dir, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise UserError(f"{run_dir}: another job is writing this run; wait for its end, or give another --name") from None
+    except OSError as error:  # a network file system without locks
+        logging.getLogger("maniple").debug("%s cannot be locked: %s", run_dir, error)
+    return descriptor
 
 
 def _set_aside(path: Path) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import queue
 import random
 import shutil
 from pathlib import Path
@@ -19,27 +21,59 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch.distributed.checkpoint.api import CheckpointException
+from megatron.core.dist_checkpointing.validation import StrictHandling
 
 import maniple
 from maniple.config.schema import TrainConfig
+from maniple.engines.megatron import optimizer_state
+from maniple.engines.megatron.model import unwrap
 from maniple.errors import UserError
 from maniple.models.card import ModelCard
 
 FORMAT = 1
 _PREFIX = "step_"
 _MANIFEST = "maniple.json"
+_RNG = "rng"
+_MANIFEST_TYPES = {"step": int, "samples": int, "world_size": int, "card": dict}
+# What torch's `.metadata` (a pickle) is made of, beside `torch.dtype`s: no name here does anything when called.
+_METADATA_NAMES = {
+    "collections": {"OrderedDict"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
+}
 
 
 def save(run_dir: Path, chunks, optimizer, scheduler, *, step: int, samples: int, card: ModelCard, job: TrainConfig):
-    """Writes one checkpoint and returns its folder. Collective: every rank calls it. OSError where the disk is full."""
+    """Writes one checkpoint and returns its folder. Collective: every rank calls it.
+
+    Raises UserError, leaving nothing of it behind, where it cannot be written (a full disk).
+    """
     final = run_dir / "checkpoints" / f"{_PREFIX}{step:08d}"
     partial = final.with_suffix(".partial")
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    state = _state(chunks, optimizer, scheduler, is_loading=False)
-    dist_checkpointing.save(state, str(partial))
+    state, _ = _state(chunks, optimizer, is_loading=False)
+    state["updates"] = scheduler.num_steps
+    _collect_results_in_this_process()
+    try:
+        dist_checkpointing.save(state, str(partial))
+    except (OSError, CheckpointException) as error:
+        free = shutil.disk_usage(run_dir).free
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # it would fill the disk for nothing
+        raise UserError(
+            f"checkpoint {final} cannot be written ({free / 1e9:.3f} GB are free there): make room, and go on with "
+            "--resume auto"
+        ) from error
     if dist.get_rank() == 0:
         manifest = {
             "format": FORMAT,
@@ -57,17 +91,33 @@ def save(run_dir: Path, chunks, optimizer, scheduler, *, step: int, samples: int
     return final
 
 
+def _collect_results_in_this_process() -> None:
+    """Megatron-Core (filesystem_async.py, `get_write_results_queue`) starts a process on each rank to hold the queue by
+    which a writer reports. Its synchronous writer is this very process: a plain queue does, and a job that is killed
+    leaves no process behind."""
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()
+
+
 def find(run_dir: Path, wanted: str | None) -> Path | None:
-    """The checkpoint folder that `resume` means: None, a folder, or the newest whole one of this run for `auto`."""
+    """The checkpoint folder that `resume` means: None, a folder, or the newest whole one of this run for `auto`.
+
+    Raises UserError if there is none at the folder, or if it is damaged.
+    """
     if wanted is None:
         return None
     if wanted != "auto":
         folder = Path(wanted)
         if not (folder / _MANIFEST).is_file():
             raise UserError(f"no checkpoint at {folder}: a checkpoint is a folder that holds {_MANIFEST}")
-        return folder
-    whole = sorted(p.parent for p in (run_dir / "checkpoints").glob(f"{_PREFIX}*[0-9]/{_MANIFEST}"))
-    return whole[-1] if whole else None
+    else:
+        whole = sorted(p.parent for p in (run_dir / "checkpoints").glob(f"{_PREFIX}*[0-9]/{_MANIFEST}"))
+        if not whole:
+            return None
+        folder = whole[-1]
+    read_manifest(folder)
+    check_files(folder)
+    return folder
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -75,37 +125,89 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
         known = manifest["format"]
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"checkpoint {folder} is damaged: its {_MANIFEST} cannot be read ({error})") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _damaged(folder, f"its {_MANIFEST} cannot be read ({error})") from error
     if known != FORMAT:
         raise UserError(f"checkpoint {folder} has format {known}, this version reads {FORMAT}")
+    wrong = [key for key, kind in _MANIFEST_TYPES.items() if type(manifest.get(key)) is not kind]
+    if wrong:
+        raise _damaged(folder, f"its {_MANIFEST} has no proper {', '.join(wrong)}")
     return manifest
 
 
-def load(folder: Path, chunks, optimizer, scheduler, card: ModelCard) -> tuple[int, int]:
+def check_files(folder: Path) -> None:
+    """Raises UserError if a file that the checkpoint's index names is missing or cut short.
+
+    Reads the index, which torch will unpickle, without running anything that a stranger may have put into it.
+    """
+    try:
+        with open(folder / ".metadata", "rb") as file:
+            pieces = list(_IndexReader(file).load().storage_data.values())
+        ends: dict[str, int] = {}
+        for piece in pieces:
+            ends[piece.relative_path] = max(ends.get(piece.relative_path, 0), piece.offset + piece.length)
+    except Exception as error:  # a damaged pickle raises whatever its bytes happen to ask for
+        raise _damaged(folder, f"its .metadata cannot be read ({str(error) or type(error).__name__})") from error
+    for name, end in sorted(ends.items()):
+        file_there = os.path.basename(name) == name and (folder / name).is_file()
+        if not file_there or (folder / name).stat().st_size < end:
+            raise _damaged(folder, f"{name} is {'cut short' if file_there else 'missing'}")
+
+
+class _IndexReader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        known = name in _METADATA_NAMES.get(module, ())
+        if not known and not (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint holds")
+        return super().find_class(module, name)
+
+
+def _damaged(folder: Path, why: str) -> UserError:
+    return UserError(f"checkpoint {folder} is damaged: {why}; resume from another, or copy it again")
+
+
+def load(folder: Path, chunks, optimizer, scheduler, *, card: ModelCard, job: TrainConfig) -> tuple[int, int]:
     """Fills model, optimizer, schedule and random states; returns (step, samples). Collective.
 
-    Raises UserError for a checkpoint of another architecture.
+    Any layout and number of processes can read a checkpoint; random states come back where the number of processes is
+    the same. The schedule goes on at the step of the checkpoint, with this job's own rates and length. Raises UserError for
+    a checkpoint of another architecture, precision or kind of optimizer.
     """
     manifest = read_manifest(folder)
+    _check_alike(folder, manifest, card, job)
+    same_world = manifest["world_size"] == dist.get_world_size()
+    state, optimizer_rest = _state(chunks, optimizer, is_loading=True, rng=same_world)
+    loaded, absent, extra = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RETURN_ALL)
+    if wrong := (set(absent) | set(extra)) - ({_RNG} if not same_world else set()):
+        raise UserError(f"checkpoint {folder} does not fit this model: {len(wrong)} tensors differ, e.g. {min(wrong)}")
+    for index, chunk in enumerate(chunks):
+        unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=True)
+    updates = loaded["updates"]
+    optimizer_state.load(optimizer, loaded["optimizer"], optimizer_rest, updates)
+    scheduler.step(increment=updates - scheduler.num_steps)
+    if same_world:
+        _set_rng(loaded[_RNG])
+    return manifest["step"], manifest["samples"]
+
+
+def _check_alike(folder: Path, manifest: dict[str, Any], card: ModelCard, job: TrainConfig) -> None:
     ours, theirs = card.model_dump(mode="json"), manifest["card"]
     different = sorted(key for key in ours if key not in ("name", "published") and ours[key] != theirs.get(key))
     if different:
         raise UserError(
             f"checkpoint {folder} is of another model ({theirs.get('name')}): {', '.join(different)} differ"
         )
-    state = _state(chunks, optimizer, scheduler, is_loading=True, rng=manifest["world_size"] == dist.get_world_size())
-    loaded = dist_checkpointing.load(state, str(folder), strict=dist_checkpointing.validation.StrictHandling.RAISE_ALL)
-    for index, chunk in enumerate(chunks):
-        chunk.load_state_dict(loaded[f"model{index}"], strict=True)
-    optimizer.load_state_dict(loaded["optimizer"])
-    scheduler.load_state_dict(loaded["scheduler"])
-    if "rng" in loaded:
-        _set_rng(loaded["rng"])
-    return manifest["step"], manifest["samples"]
+    mine = job.model_dump(mode="json")
+    for section, key in (("precision", "dtype"), ("parallel", "distributed_optimizer"), ("model", "vocab_size_multiple")):
+        if (saved := manifest["job"][section][key]) != mine[section][key]:
+            raise UserError(
+                f"checkpoint {folder} was saved with {section}.{key} {saved}, this job has {mine[section][key]}: "
+                f"set {section}.{key}={saved}"
+            )
 
 
-def _state(chunks, optimizer, scheduler, *, is_loading: bool, rng: bool = True) -> dict[str, Any]:
+def _state(chunks, optimizer, *, is_loading: bool, rng: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(what is saved or loaded, what of the optimizer's state is not)."""
     metadata = {
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         # moments as whole tensors under the parameters' names: a job of another layout can read them
@@ -115,15 +217,14 @@ def _state(chunks, optimizer, scheduler, *, is_loading: bool, rng: bool = True) 
         "chained_optim_avoid_prefix": True,
     }
     state: dict[str, Any] = {
-        f"model{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)
+        f"model{index}": unwrap(chunk).sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)
     }
     model_state = {"model": state["model0"]} if len(chunks) == 1 else dict(state)
-    state["optimizer"] = optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata)
-    state["scheduler"] = scheduler.state_dict()
+    state["optimizer"], rest = optimizer_state.sharded(optimizer, model_state, metadata, is_loading=is_loading)
     if rng:
         rank, world = dist.get_rank(), dist.get_world_size()
-        state["rng"] = ShardedObject("rng", _get_rng(), (world,), (rank,), replica_id=0)
-    return state
+        state[_RNG] = ShardedObject(_RNG, _get_rng(), (world,), (rank,), replica_id=0)
+    return state, rest
 
 
 def _get_rng() -> dict[str, Any]:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from maniple.config.layout import parse_layout
 from maniple.config.schema import TrainConfig
@@ -79,7 +80,13 @@ def seed_everything(seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
-def stop() -> None:
+def stop_groups() -> None:
+    """Leaves nothing of a job but the process group, so that another job can start in it."""
     parallel_state.destroy_model_parallel()
+    MTPLossLoggingHelper.tracker.clear()  # one for the process, sized by its first model
+
+
+def stop() -> None:
+    stop_groups()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import time
@@ -36,6 +37,12 @@ from maniple.models.card import ModelCard
 
 log = logging.getLogger("maniple")
 
+# A run's folder that cannot be written is the user's to mend: a full disk, no permission, a file in a folder's place.
+_CANNOT_WRITE = frozenset(
+    getattr(errno, name)
+    for name in ("ENOSPC", "EDQUOT", "EACCES", "EPERM", "EROFS", "ENOTDIR", "EEXIST", "ENAMETOOLONG")
+)
+
 
 def main(job: TrainConfig, card: ModelCard) -> int:
     """Runs this process's part of the job and returns the exit code. Raises UserError for the user's mistakes."""
@@ -43,6 +50,13 @@ def main(job: TrainConfig, card: ModelCard) -> int:
     parallel.start(job, device)
     try:
         Trainer(job, card, device).run()
+    except OSError as error:
+        if error.errno not in _CANNOT_WRITE:
+            raise
+        raise UserError(
+            f"{error.filename or job.run_dir}: {error.strerror}; mend that, or set output_dir, and go on with "
+            "--resume auto"
+        ) from error
     finally:
         parallel.stop()
     return 0
@@ -65,12 +79,12 @@ class Trainer:
             job = job.model_copy(update={"data": job.data.model_copy(update={"tokenizer_vocab_size": card.vocab_size})})
         self.job, self.device = job, device
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        setup_logging(job.run_dir, self.rank)
         if job.train.deterministic:
             torch.use_deterministic_algorithms(True)
         resume = self._agree(lambda: checkpoint.find(job.run_dir, job.checkpoint.resume))
         self.source = datasets.prepare_source(job, job.run_dir, self.rank == 0, dist.barrier)
         self.card = _with_vocabulary(card, self.source.tokenizer.vocab_size, trained_here=job.data.source == "python")
+        setup_logging(job.run_dir, self.rank)  # makes the run's folder, once nothing of the user's is left to refuse
         self.train_data, self.validation_data = datasets.build_datasets(
             job,
             self.source,
@@ -84,7 +98,9 @@ class Trainer:
         step.connect(self.chunks, self.optimizer, job)
         self.progress = Progress()
         if resume is not None:
-            self.progress = Progress(*checkpoint.load(resume, self.chunks, self.optimizer, self.scheduler, self.card))
+            self.progress = Progress(
+                *checkpoint.load(resume, self.chunks, self.optimizer, self.scheduler, card=self.card, job=job)
+            )
             log.info("resumed from %s at step %d", resume, self.progress.step)
         self.writer = MetricsWriter(
             job.run_dir,
@@ -128,7 +144,10 @@ class Trainer:
         )
         seconds = time.monotonic() - started
         if not math.isfinite(stats.loss):
-            raise RuntimeError(f"loss is {stats.loss} at step {self.progress.step + 1}: stopped before it is saved")
+            raise UserError(
+                f"loss is {stats.loss} at step {self.progress.step + 1}: stopped before it is saved; lower "
+                "optimizer.learning_rate, or resume from an earlier checkpoint"
+            )
         if not self._said_kernels:
             # said after the first step, when it is what ran and not what was meant to
             for op, recipe, kind, name in registry.used():

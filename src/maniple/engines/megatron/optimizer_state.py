@@ -1,0 +1,72 @@
+"""The optimizer's part of a checkpoint: fp32 weights and moments by parameter name, the same whatever the layout.
+
+Beside tensors, Megatron-Core saves the parameter groups of rank 0's optimizers. How many optimizers and groups there are
+depends on expert-parallel size and pipeline stage, so that such a checkpoint would load only where every rank is built
+as rank 0 was. Here groups are always the running job's own, and the step comes from its schedule.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, extract_matching_values, merge
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+State = dict[Any, Any]
+
+
+def sharded(optimizer: MegatronOptimizer, model_state: State, metadata: State, *, is_loading: bool) -> tuple[State, State]:
+    """(what a checkpoint holds: sharded tensors; the rest, for `load`). model_state: the model's own sharded state."""
+    if is_loading:
+        _allocate(optimizer)
+    state = optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata)
+    tensors, rest = extract_matching_values(state, lambda value: isinstance(value, ShardedBase))
+    return tensors, dict_list_map_inplace(_unwrapped, rest)
+
+
+def load(optimizer: MegatronOptimizer, tensors: State, rest: State, step: int) -> None:
+    """Fills the optimizer with the loaded tensors, `step` updates after its start."""
+    parts = _parts(optimizer)
+    for index, part in enumerate(parts):
+        own = rest if len(parts) == 1 else rest[index]
+        if isinstance(part, DistributedOptimizer):
+            for group in own["optimizer"]["param_groups"]:
+                group["step"] = float(step)
+            # with torch's Adam a tensor, which is not among those loaded: upstream looks for it all the same
+            # (distrib_optimizer.py, `_set_main_param_and_optimizer_states`), and leaves alone what is no tensor
+            part._set_main_param_and_optimizer_states = partial(_set_all_but_step, part)
+        else:
+            inner = own.get("optimizer", own)
+            inner.setdefault("state", {})["common_step"] = torch.tensor(float(step))
+    optimizer.load_state_dict(merge(rest, tensors))
+    for part in parts:
+        if isinstance(part, DistributedOptimizer):
+            del part._set_main_param_and_optimizer_states
+            for state in part.optimizer.state.values():
+                state["step"] = state["step"].clone()  # upstream gave all of them one tensor, which each would count up
+
+
+def _unwrapped(value: Any) -> Any:
+    return value.unwrap() if isinstance(value, LocalNonpersistentObject) else value
+
+
+def _set_all_but_step(part: DistributedOptimizer, model_param: torch.Tensor, tensors: State) -> None:
+    DistributedOptimizer._set_main_param_and_optimizer_states(part, model_param, {"step": None, **tensors})
+
+
+def _allocate(optimizer: MegatronOptimizer) -> None:
+    """Adam makes its state in its first step, but upstream (distrib_optimizer.py, `state_dict`) reads a step from it even
+    to say what is to be loaded."""
+    for part in _parts(optimizer):
+        if isinstance(part, DistributedOptimizer):
+            part.init_state_fn(part.optimizer, part.config)
+            for state in part.optimizer.state.values():
+                state.setdefault("step", torch.tensor(0.0))
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    return getattr(optimizer, "chained_optimizers", [optimizer])
