@@ -295,5 +295,5 @@ def test_bom_is_no_part_of_the_first_key(tmp_path):
 def test_a_huge_file_is_not_read(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text("name: a\n#" + "x" * (1 << 20))
-    assert refusal(path) == f"{path}: larger than 1 MiB, so not a job file; give the path of a YAML file"
+    assert refusal(path) == f"{path}: larger than 1 MiB, so no job file; give the path of a YAML file"
     assert "larger than 1 MiB" in refusal(Path("/dev/zero"))  # endless

@@ -93,3 +93,9 @@ def test_unreadable_tokenizer_is_one_line(tmp_path, make, message):
         load_tokenizer(path)
     assert "\n" not in str(caught.value)
     assert str(path) in str(caught.value)
+
+
+def test_a_folder_without_a_tokenizer(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"holds no tokenizer\.json or the like"):
+        load_tokenizer(tmp_path)

@@ -1,90 +1,180 @@
-"""A job that is interrupted and resumed is, bit for bit, the job that was not; bad checkpoints are refused in one line."""
+"""A job that is interrupted and resumed is, bit for bit, the job that was not; what does not fit is refused."""
 
 from __future__ import annotations
 
-import json
+import inspect
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from maniple.metrics import read_metrics
+import torch
 from tests.distributed_utils import run_ranks
 
-STEPS = 6
-VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
-    "fp32": {"parallel": {"distributed_optimizer": False}},
+from maniple.errors import UserError
+from maniple.metrics import read_metrics
+
+pytestmark = pytest.mark.timeout(480)  # the first test waits for all processes
+STEPS, HALF = 6, "step_00000003"
+Sections = dict[str, dict[str, Any]]
+ALONE: dict[str, Sections] = {
+    "fp32": {},
     "bf16-distributed-optimizer": {"parallel": {"distributed_optimizer": True}, "precision": {"dtype": "bf16"}},
 }
-EP2 = {"parallel": {"expert_parallel_size": 2, "distributed_optimizer": True}}
+PAIR: dict[str, Sections] = {
+    "ep2": {"parallel": {"expert_parallel_size": 2, "distributed_optimizer": True}},
+    # chunks without experts and without layers
+    "pipeline": {"parallel": {"pipeline_parallel_size": 2, "pipeline_layout": "E|t|t|mL"}},
+}
+VARIANTS = (*ALONE, *PAIR)
 SAME = ("step", "loss", "mtp_loss", "aux_loss", "z_loss", "grad_norm", "learning_rate", "expert_counts")
 
 
-def run_variants(rank: int, world_size: int, folder: Path, variants: dict) -> dict[str, Any]:
-    """In each process: every variant uninterrupted, resumed and stopped; the final weights of each run."""
-    return {name: _run(folder / name, sections, rank) for name, sections in variants.items()}
+def run_pair(rank: int, world_size: int, folder: Path) -> tuple[dict[str, Any], list[bool]]:
+    """In each of two processes: its part of what needs two."""
+    return _run_variants(folder, PAIR), _random_states(rank, folder)
 
 
-def _run(folder: Path, sections: dict, rank: int) -> dict[str, Any]:
-    import torch.distributed as dist
+def run_alone(rank: int, world_size: int, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """In one process, after the two: what needs one."""
+    return _run_variants(folder, ALONE), _other_uses(folder)
 
+
+def _run_variants(folder: Path, variants: dict[str, Sections]) -> dict[str, Any]:
+    """Every variant uninterrupted and resumed, one also stopped; the final weights of each run."""
     from tests.engines import jobs
 
-    card = jobs.tiny_card("deepseek-v3")
-
-    def run(name: str, *, resume: str | None = None, max_minutes: float | None = None, save_interval: int = 0):
-        job = jobs.make_job(
-            folder,
-            name,
-            **sections
-            | {
-                "train": {"steps": STEPS, "max_minutes": max_minutes},
-                "checkpoint": {"resume": resume, "save_interval": save_interval, "save_at_end": True},
-            },
+    card = _card()
+    final: dict[str, Any] = {}
+    for variant, sections in variants.items():
+        place = folder / variant
+        straight = _job(place, "straight", sections, checkpoint={"save_interval": 3})
+        resumed = _job(
+            place, "resumed", sections, checkpoint={"resume": str(place / "straight" / "checkpoints" / HALF)}
         )
-        return _weights(jobs.run(job, card))
+        final[variant] = {job.name: _weights(jobs.run(job, card)) for job in (straight, resumed)}
+        if variant == "fp32":
+            final[variant]["stopped"] = _stop_and_go_on(place, sections, card)
+    return final
 
-    weights = {"straight": run("straight", save_interval=3)}
-    weights["resumed"] = run("resumed", resume=str(folder / "straight" / "checkpoints" / "step_00000003"))
-    run("stopped", resume="auto", max_minutes=1e-9)  # there is none yet: it starts afresh, and stops after a step
-    if rank == 0:
-        checkpoints = folder / "stopped" / "checkpoints"
-        assert [path.name for path in checkpoints.iterdir()] == ["step_00000001"]
-        (checkpoints / "step_00000009.partial").mkdir()  # of a job that was killed as it saved
-        shutil.copy(checkpoints / "step_00000001" / "maniple.json", checkpoints / "step_00000009.partial")
-    dist.barrier()
-    weights["stopped"] = run("stopped", resume="auto")
-    return weights
+
+def _card():
+    """A dense layer, an MoE layer and an MTP layer."""
+    from tests.engines import jobs
+
+    return jobs.tiny_card("deepseek-v3", num_layers=2)
+
+
+def _job(place: Path, name: str, sections: Sections, **more: dict[str, Any]):
+    from tests.engines import jobs
+
+    own: Sections = {"train": {"steps": STEPS, **more.get("train", {})}}
+    own["checkpoint"] = {"save_at_end": True, **more.get("checkpoint", {})}
+    return jobs.make_job(place, name, **sections, **own)
+
+
+def _stop_and_go_on(place: Path, sections: Sections, card) -> dict[str, Any]:
+    from tests.engines import jobs
+
+    # there is no checkpoint yet: it starts afresh, and stops after one step
+    late = _job(place, "stopped", sections, checkpoint={"resume": "auto"}, train={"max_minutes": 1e-9})
+    jobs.run(late, card)
+    checkpoints = place / "stopped" / "checkpoints"
+    assert [path.name for path in checkpoints.iterdir()] == ["step_00000001"]
+    killed = checkpoints / "step_00000009.partial"  # left by a job that was killed as it saved
+    killed.mkdir()
+    shutil.copy(checkpoints / "step_00000001" / "maniple.json", killed)
+    return _weights(jobs.run(_job(place, "stopped", sections, checkpoint={"resume": "auto"}), card))
 
 
 def _weights(trainer) -> dict[str, Any]:
-    """Weights, biases of the routers, and the optimizer's fp32 weights and moments."""
-    import torch
-
+    """Weights and biases of the routers by name, and the optimizer's fp32 weights and moments by number."""
     from maniple.engines.megatron.model import unwrap
 
-    chunk = unwrap(trainer.chunks[0])
-    found = {name: t.clone() for name, t in chunk.state_dict().items() if isinstance(t, torch.Tensor)}
-    inner = getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])
-    for number, optimizer in enumerate(inner):
-        for index, state in enumerate(optimizer.optimizer.state.values()):
-            found |= {f"optimizer.{number}.{index}.{k}": v.clone() for k, v in state.items() if isinstance(v, torch.Tensor)}
+    found = {}
+    for number, chunk in enumerate(map(unwrap, trainer.chunks)):
+        state = chunk.state_dict().items()
+        found |= {f"{number}.{name}": t.clone() for name, t in state if isinstance(t, torch.Tensor)}
+    parts = getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])
+    for number, part in enumerate(parts):
+        groups = part.optimizer.param_groups
+        for index, weight in enumerate(weight for group in groups for weight in group["params"]):
+            tensors = {"weight": weight.detach(), **part.optimizer.state[weight]}
+            found |= {f"optimizer.{number}.{index}.{key}": tensor.clone() for key, tensor in tensors.items()}
     return found
 
 
-def resume_alone(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
-    """One process goes on from what two expert-parallel ones saved after step 3."""
+def _other_uses(folder: Path) -> dict[str, Any]:
+    """One process goes on from what two saved, and for longer; bad checkpoints; random states; processes left."""
+    import psutil
     from tests.engines import jobs
 
-    job = jobs.make_job(
-        folder,
-        "alone",
-        parallel={"distributed_optimizer": True},
-        train={"steps": STEPS},
-        checkpoint={"resume": str(folder / "ep2" / "straight" / "checkpoints" / "step_00000003")},
+    card = _card()
+    theirs, own = (
+        folder / "ep2" / "straight" / "checkpoints" / HALF,
+        folder / "fp32" / "straight" / "checkpoints" / HALF,
     )
-    return _weights(jobs.run(job, jobs.tiny_card("deepseek-v3")))
+    distributed = {"parallel": {"distributed_optimizer": True}}
+    job = _job(folder, "alone", distributed, checkpoint={"resume": str(theirs)})
+    report: dict[str, Any] = {"alone": _weights(jobs.run(job, card)), "refused": {}}
+    report["children"] = [child.name() for child in psutil.Process().children()]
+
+    # nothing but the checkpoint's progress is taken from the former job: not its length, not its rates
+    longer = _job(folder, "longer", {}, train={"steps": STEPS + 2}, checkpoint={"resume": str(own)})
+    jobs.run(longer, card)
+
+    cases = {
+        "foreign": (own, {}, jobs.tiny_card("qwen3-30b-a3b")),
+        "missing": (folder / "nowhere", {}, card),
+        "partial": (folder / "fp32" / "stopped" / "checkpoints", {}, card),
+        "precision": (own, {"precision": {"dtype": "bf16"}}, card),
+        "optimizer": (own, distributed, card),
+        "vocabulary": (own, {"model": {"vocab_size_multiple": 16}}, card),
+    }
+    for name, (checkpoint, sections, model) in cases.items():
+        try:
+            jobs.run(_job(folder, f"refused-{name}", sections, checkpoint={"resume": str(checkpoint)}), model)
+            report["refused"][name] = "not refused"
+        except UserError as error:
+            report["refused"][name] = str(error)
+    return report
+
+
+def _random_states(rank: int, folder: Path) -> list[bool]:
+    """Each process draws the same numbers after a load as after the save, and other ones than its peer."""
+    import random
+
+    import numpy as np
+    import torch.distributed as dist
+    from megatron.core import tensor_parallel
+    from tests.engines import jobs
+
+    from maniple.engines.megatron import checkpoint, parallel, trainer
+
+    def draw() -> list[float]:
+        tracker = tensor_parallel.get_cuda_rng_tracker()
+        numbers = [random.random(), np.random.rand(), torch.rand(1).item()]
+        for name in sorted(tracker.get_states()):
+            with tracker.fork(name):
+                numbers.append(torch.rand(1).item())
+        return numbers
+
+    card = _card()
+    job = jobs.make_job(folder, "random", parallel={"expert_parallel_size": 2}, train={"steps": 1})
+    parallel.start(job, parallel.pick_device(job))
+    it = trainer.Trainer(job, card, torch.device("cpu"))
+    it.run()
+    for _ in range(rank + 1):
+        random.random(), np.random.rand(), torch.rand(1)  # each rank elsewhere in its streams
+    parts = (job.run_dir, it.chunks, it.optimizer, it.scheduler)
+    saved = checkpoint.save(*parts, step=1, samples=4, card=card, job=job)
+    wanted = draw()
+    assert checkpoint.load(saved, *parts[1:], card=card, job=job) == (1, 4)
+    got = draw()
+    both: list[Any] = [None, None]
+    dist.all_gather_object(both, wanted)
+    parallel.stop_groups()
+    return [len(wanted) >= 6, got == wanted, all(a != b for a, b in zip(both[0][:3], both[1][:3], strict=True))]
 
 
 @pytest.fixture(scope="module")
@@ -93,11 +183,24 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(folder) -> dict[str, list[dict[str, Any]]]:
+def pair(folder) -> list[tuple[dict[str, Any], list[bool]]]:
+    return run_ranks(run_pair, 2, folder, timeout=180)
+
+
+@pytest.fixture(scope="module")
+def alone(folder, pair) -> tuple[dict[str, Any], dict[str, Any]]:
+    return run_ranks(run_alone, 1, folder, timeout=180)[0]
+
+
+@pytest.fixture(scope="module")
+def runs(pair, alone) -> dict[str, list[dict[str, Any]]]:
     """By variant: each rank's final weights by run."""
-    alone = run_ranks(run_variants, 1, folder, VARIANTS, timeout=120)
-    pair = run_ranks(run_variants, 2, folder, {"ep2": EP2}, timeout=120)
-    return {name: [alone[0][name]] for name in VARIANTS} | {"ep2": [rank["ep2"] for rank in pair]}
+    return {name: [alone[0][name]] for name in ALONE} | {name: [rank[0][name] for rank in pair] for name in PAIR}
+
+
+@pytest.fixture(scope="module")
+def others(alone) -> dict[str, Any]:
+    return alone[1]
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
@@ -105,44 +208,83 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
     return [{key: record[key] for key in SAME} for record in found]
 
 
-@pytest.mark.timeout(300)  # the first test waits for all processes
-@pytest.mark.parametrize("variant", [*VARIANTS, "ep2"])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_resumed_equals_uninterrupted(runs, folder, variant):
     straight = records(folder / variant / "straight")
     assert [record["step"] for record in straight] == list(range(1, STEPS + 1))
     assert records(folder / variant / "resumed") == straight[3:]
-    assert records(folder / variant / "stopped") == straight
     for rank in runs[variant]:
-        for name in ("resumed", "stopped"):
-            assert set(rank[name]) == set(rank["straight"])
-            assert any("exp_avg_sq" in key for key in rank[name])
-            different = [key for key, t in rank["straight"].items() if not t.equal(rank[name][key])]
-            assert not different
+        assert_equal(rank["resumed"], rank["straight"])
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, "ep2"])
-def test_only_whole_checkpoints_are_left(runs, folder, variant):
-    def left(name: str) -> list[str]:
+def test_stopped_and_resumed_equals_uninterrupted(runs, folder):
+    assert records(folder / "fp32" / "stopped") == records(folder / "fp32" / "straight")
+    assert_equal(runs["fp32"][0]["stopped"], runs["fp32"][0]["straight"])
+
+
+def assert_equal(got: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert set(got) == set(wanted)
+    assert sum(key.endswith("exp_avg_sq") for key in wanted) > 10
+    assert sum(key.endswith("expert_bias") for key in wanted) >= 1
+    assert not [key for key, tensor in wanted.items() if not tensor.equal(got[key])]
+
+
+def test_only_whole_checkpoints_are_left(runs, folder):
+    def left(variant: str, name: str) -> list[str]:
         return sorted(path.name for path in (folder / variant / name / "checkpoints").iterdir())
 
-    assert left("straight") == ["step_00000003", "step_00000006"]
-    assert left("resumed") == ["step_00000006"]
-    assert left("stopped") == ["step_00000001", "step_00000006", "step_00000009.partial"]
+    for variant in VARIANTS:
+        assert left(variant, "straight") == [HALF, "step_00000006"]
+        assert left(variant, "resumed") == ["step_00000006"]
+    assert left("fp32", "stopped") == ["step_00000001", "step_00000006", "step_00000009.partial"]
 
 
-@pytest.mark.timeout(200)
-def test_one_process_goes_on_where_two_left_off(runs, folder):
-    (alone,) = run_ranks(resume_alone, 1, folder, timeout=60)
-    wanted = records(folder / "ep2" / "straight")[3:]
-    got = records(folder / "alone")
-    assert [r["step"] for r in got] == [4, 5, 6]
+def test_one_process_goes_on_where_two_left_off(others, runs, folder):
+    wanted, got = records(folder / "ep2" / "straight")[3:], records(folder / "alone")
+    assert [record["step"] for record in got] == [4, 5, 6]
     for mine, theirs in zip(got, wanted, strict=True):
         assert mine["expert_counts"] == theirs["expert_counts"]
         for key in ("loss", "mtp_loss", "aux_loss", "grad_norm", "learning_rate"):
             assert mine[key] == pytest.approx(theirs[key], rel=1e-5), key
     ranks = [rank["straight"] for rank in runs["ep2"]]
-    for key, weight in alone.items():
+    for key, weight in others["alone"].items():
         if not key.startswith("optimizer."):
-            parts = [rank[key] for rank in ranks] if ".experts." in key else [ranks[0][key]]
-            error = (weight - (parts[0] if len(parts) == 1 else _joined(parts))).abs().max()
-            assert error <= 1e-4, key
+            whole = torch.cat([rank[key] for rank in ranks]) if ".mlp.experts." in key else ranks[0][key]
+            assert (weight - whole).abs().max() <= 1e-4, key
+
+
+def test_a_longer_job_goes_on(others, folder):
+    longer = records(folder / "longer")
+    assert [record["step"] for record in longer] == [4, 5, 6, 7, 8]
+    # linear from 1e-2 to 1e-3 over the job's own eight steps
+    assert longer[-1]["learning_rate"] == pytest.approx(1e-3 + (1e-2 - 1e-3) / 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("foreign", "is of another model (deepseek-v3-tiny): "),
+        ("missing", "nowhere: a checkpoint is a folder that holds maniple.json"),
+        ("partial", "checkpoints: a checkpoint is a folder that holds maniple.json"),
+        ("precision", "was saved with precision.dtype fp32, this job has bf16: set precision.dtype=fp32"),
+        ("optimizer", "set parallel.distributed_optimizer=False"),
+        ("vocabulary", "set model.vocab_size_multiple=1"),
+    ],
+)
+def test_bad_checkpoints_are_refused_in_one_line(others, folder, name, says):
+    message = others["refused"][name]
+    assert says in message
+    assert "\n" not in message
+    assert not (folder / f"refused-{name}" / "checkpoints").exists()
+
+
+def test_each_process_draws_on_where_it_was(pair):
+    assert [rank[1] for rank in pair] == [[True, True, True]] * 2
+
+
+def test_saving_leaves_no_process_behind(others):
+    assert others["children"] == []
+    # else `_collect_results_in_this_process` has become needless
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    assert "ctx.Manager().Queue()" in inspect.getsource(filesystem_async.get_write_results_queue)

@@ -6,10 +6,12 @@ import json
 import os
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemWriter, save_state_dict
+from torch.distributed.checkpoint import FileSystemWriter, save
+from torch.distributed.checkpoint.api import CheckpointException
 
 from maniple.engines.megatron import checkpoint
 from maniple.errors import UserError
@@ -23,7 +25,7 @@ def folder(tmp_path) -> Path:
     """A run's checkpoint of one tensor."""
     folder = tmp_path / "checkpoints" / "step_00000003"
     state = {"a": torch.arange(1000.0), "b": torch.ones(3, dtype=torch.bfloat16), "c": "text"}
-    save_state_dict(state, FileSystemWriter(str(folder)), no_dist=True)
+    save(state, storage_writer=FileSystemWriter(str(folder)), no_dist=True)
     (folder / "maniple.json").write_text(json.dumps(MANIFEST))
     return folder
 
@@ -94,3 +96,19 @@ def test_a_strangers_index_runs_nothing(folder, tmp_path):
     (folder / ".metadata").write_bytes(pickle.dumps(_Evil(tmp_path / "ran")))
     assert "posix.mkdir, which no checkpoint holds" in refusal(folder)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_full_disk_leaves_nothing_of_the_new_one(folder, tmp_path, monkeypatch):
+    def full(state, path, **options):
+        (Path(path) / SHARD).write_bytes(b"half")
+        raise CheckpointException("write", {0: (RuntimeError("unexpected pos"), None)})
+
+    monkeypatch.setattr(checkpoint, "_state", lambda *words, **options: ({}, {}))
+    monkeypatch.setattr(checkpoint.dist_checkpointing, "save", full)
+    monkeypatch.setattr(checkpoint.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(checkpoint.dist, "barrier", lambda: None)
+    with pytest.raises(UserError, match=r"step_00000004 cannot be written .* make room") as caught:
+        checkpoint.save(tmp_path, [], None, SimpleNamespace(num_steps=4), step=4, samples=8, card=None, job=None)
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [folder.name]
+    assert checkpoint.find(tmp_path, "auto") == folder

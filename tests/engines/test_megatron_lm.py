@@ -1,4 +1,4 @@
-"""`--spec maniple.engines.megatron.spec layer_spec`: Megatron-LM's own arguments, builder and `pretrain` train our layers.
+"""`--spec maniple.engines.megatron.spec layer_spec`: Megatron-LM's arguments, builder and `pretrain` train our layers.
 
 The process is a CPU device, on which upstream's `pretrain` needs two words more: its own switch for machines without
 CUDA, and that its dataset helpers come compiled (the wheel has no Makefile for them).
@@ -32,7 +32,8 @@ VARIANTS = {
 }
 JOB = f"""
     --seq-length {SEQUENCE} --micro-batch-size 2 --global-batch-size 4 --train-iters {STEPS} --lr 1e-2
-    --lr-decay-style constant --eval-iters 0 --eval-interval 100 --log-interval 1 --distributed-backend gloo --num-workers 0
+    --lr-decay-style constant --eval-iters 0 --eval-interval 100 --log-interval 1 --distributed-backend gloo
+    --num-workers 0
     --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --no-gradient-accumulation-fusion
     --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-persist-layer-norm
 """

@@ -1,4 +1,4 @@
-"""Combined 1F1B: upstream cuts our layers at its stage borders and runs one micro-batch's forward beside another's backward.
+"""Combined 1F1B: upstream cuts our layers at its stage borders; one micro-batch's forward runs beside another's backward.
 
 The plan's nodes are upstream's own (`build_layer_callables`): each runs one stage on detached inputs and frees what it
 believes is no longer needed. Losses and gradients must equal those of plain forward and backward. Expert-parallel size
@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.distributed_utils import run_ranks
 
 from maniple.models import load_card
-from tests.distributed_utils import run_ranks
 
 # MLA, dense layer, shared expert, MTP; biases and sinks
 MODELS = ("deepseek-v3", "gpt-oss-20b")
@@ -28,9 +28,9 @@ def _compare(card_name: str) -> dict[str, Any]:
     from megatron.core.models.common.fine_grained_callables import build_layer_callables, get_layer_moe_metadata
     from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan as Plan
     from megatron.core.pipeline_parallel.utils import set_streams
+    from tests.engines import helpers
 
     from maniple.engines.megatron.model import unwrap
-    from tests.engines import helpers
 
     card = load_card(card_name).tiny()
     engine = helpers.Engine(card, helpers.make_job(moe={"dispatcher": "all_to_all"}))

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.distributed_utils import run_ranks
 
 from maniple.metrics import read_metrics
 from maniple.models import list_cards, load_card
-from tests.distributed_utils import run_ranks
 
 STEPS, TOKENS = 5, 4 * 32  # of a step: see jobs.make_job
 BF16 = "deepseek-v3"  # the others train in fp32
@@ -52,8 +52,9 @@ SUMMARY_KEYS = {
 
 def train_all(rank: int, world_size: int, folder: Path) -> None:
     """In a process of its own: trains every card."""
-    from maniple.engines.megatron import trainer
     from tests.engines import jobs
+
+    from maniple.engines.megatron import trainer
 
     with jobs.no_process_group():
         for name in list_cards():
@@ -128,5 +129,6 @@ def test_summary(runs, name):
 
 def test_the_run_says_its_precision_and_kernels(runs, name):
     log = (runs / name / "logs" / "rank_0.log").read_text(encoding="utf-8")
-    assert ("bf16" if name == BF16 else "fp32") in next(line for line in log.splitlines() if "parameters a rank" in line)
+    said = next(line for line in log.splitlines() if "parameters a rank" in line)
+    assert said.endswith(", bf16" if name == BF16 else ", fp32")
     assert "kernels: " in log

@@ -97,3 +97,10 @@ def test_a_run_has_one_writer_at_a_time(tmp_path):
         MetricsWriter(tmp_path, rank=1).close()  # of the same job
     assert steps(tmp_path / "metrics.jsonl") == [1]
     MetricsWriter(tmp_path).close()
+
+
+@pytest.mark.parametrize("name", ["file/run", "n" * 300])
+def test_a_folder_that_cannot_be_made(tmp_path, name):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"set output_dir \(and name\) to a folder that can be written"):
+        setup_logging(tmp_path / name, 0)

@@ -19,7 +19,7 @@ from maniple.errors import UserError
 _FLOAT = "tag:yaml.org,2002:float"
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
 _MERGE = "tag:yaml.org,2002:merge"
-_LARGEST = 1 << 20  # bytes of a job file: far past any, and short of what a wrong path (a dataset, /dev/zero) would cost
+_LARGEST = 1 << 20  # bytes of a job file: far past any, and a wrong path (a dataset, /dev/zero) costs no memory
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def read(path: Path) -> Document:
         with open(path, "rb") as file:
             content = file.read(_LARGEST + 1)
         if len(content) > _LARGEST:
-            raise UserError(f"{path}: larger than {_LARGEST >> 20} MiB, so not a job file; give the path of a YAML file")
+            raise UserError(f"{path}: larger than {_LARGEST >> 20} MiB, so no job file; give the path of a YAML file")
         text = content.decode("utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; give the path of a job file (YAML)") from None

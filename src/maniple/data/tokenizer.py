@@ -127,7 +127,7 @@ def load_tokenizer(path: Path | str) -> TextTokenizer:
 
 def _load_folder(path: Path) -> TextTokenizer:
     if not any(file.name.startswith(("tokenizer", "vocab")) or file.suffix == ".model" for file in path.iterdir()):
-        raise UserError(f"tokenizer folder {path} holds no tokenizer: give a tokenizer.json, or a folder with one")
+        raise UserError(f"tokenizer folder {path} cannot be read: it holds no tokenizer.json or the like")
     from transformers import AutoTokenizer
 
     try:

@@ -95,10 +95,18 @@ class MetricsWriter:
 def setup_logging(run_dir: Path, rank: int, *, level: int = logging.INFO) -> logging.Logger:
     """Sends the `maniple` loggers to `RUN/logs/rank_N.log` (appended), and to the terminal: rank 0 from `level` up,
     the other ranks their warnings only, with the rank named. Calling it again replaces the former destinations.
+
+    Raises UserError if the folder cannot be written.
     """
     logs = run_dir / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    to_file = logging.FileHandler(logs / f"rank_{rank}.log", encoding="utf-8")
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        to_file = logging.FileHandler(logs / f"rank_{rank}.log", encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or logs}: {error.strerror or error}; set output_dir (and name) to a folder that can be "
+            "written"
+        ) from error
     to_file.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"))
     to_terminal = _TerminalHandler()
     to_terminal.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"rank {rank}: %(message)s"))
@@ -147,7 +155,7 @@ def _locked(run_dir: Path) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise UserError(f"{run_dir}: another job is writing this run; wait for its end, or give another --name") from None
+        raise UserError(f"{run_dir}: another job is writing this run; wait for its end, or give a new --name") from None
     except OSError as error:  # a network file system without locks
         logging.getLogger("maniple").debug("%s cannot be locked: %s", run_dir, error)
     return descriptor

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from torch.distributed.checkpoint.api import CheckpointException
 from megatron.core.dist_checkpointing.validation import StrictHandling
+from torch.distributed.checkpoint.api import CheckpointException
 
 import maniple
 from maniple.config.schema import TrainConfig
@@ -40,6 +40,8 @@ _MANIFEST_TYPES = {"step": int, "samples": int, "world_size": int, "card": dict}
 # What torch's `.metadata` (a pickle) is made of, beside `torch.dtype`s: no name here does anything when called.
 _METADATA_NAMES = {
     "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},  # its home in newer Pythons
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
@@ -170,8 +172,8 @@ def load(folder: Path, chunks, optimizer, scheduler, *, card: ModelCard, job: Tr
     """Fills model, optimizer, schedule and random states; returns (step, samples). Collective.
 
     Any layout and number of processes can read a checkpoint; random states come back where the number of processes is
-    the same. The schedule goes on at the step of the checkpoint, with this job's own rates and length. Raises UserError for
-    a checkpoint of another architecture, precision or kind of optimizer.
+    the same. The schedule goes on at the step of the checkpoint, with this job's own rates and length. Raises UserError
+    for a checkpoint of another architecture, precision or kind of optimizer.
     """
     manifest = read_manifest(folder)
     _check_alike(folder, manifest, card, job)
@@ -198,11 +200,11 @@ def _check_alike(folder: Path, manifest: dict[str, Any], card: ModelCard, job: T
             f"checkpoint {folder} is of another model ({theirs.get('name')}): {', '.join(different)} differ"
         )
     mine = job.model_dump(mode="json")
-    for section, key in (("precision", "dtype"), ("parallel", "distributed_optimizer"), ("model", "vocab_size_multiple")):
+    for path in ("precision.dtype", "parallel.distributed_optimizer", "model.vocab_size_multiple"):
+        section, key = path.split(".")
         if (saved := manifest["job"][section][key]) != mine[section][key]:
             raise UserError(
-                f"checkpoint {folder} was saved with {section}.{key} {saved}, this job has {mine[section][key]}: "
-                f"set {section}.{key}={saved}"
+                f"checkpoint {folder} was saved with {path} {saved}, this job has {mine[section][key]}: set {path}={saved}"
             )
 
 

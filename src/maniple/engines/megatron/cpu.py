@@ -127,7 +127,7 @@ def install() -> None:
     for name, replacement in _REDIRECTS.items():
         setattr(torch.cuda, name, replacement)
     torch.cuda.random.get_rng_state = _rng_state
-    # pipeline_parallel/utils.py, as it frees a stage's input; refuses streams that are not torch's before any mode is asked
+    # pipeline_parallel/utils.py, as it frees a stage's input; no mode is asked, since it refuses our stream before
     torch.Tensor.record_stream = lambda self, stream: None
     torch.cuda.nvtx.range_push = lambda *args, **kwargs: 0
     torch.cuda.nvtx.range_pop = lambda *args, **kwargs: 0

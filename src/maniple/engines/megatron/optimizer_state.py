@@ -1,8 +1,8 @@
 """The optimizer's part of a checkpoint: fp32 weights and moments by parameter name, the same whatever the layout.
 
-Beside tensors, Megatron-Core saves the parameter groups of rank 0's optimizers. How many optimizers and groups there are
-depends on expert-parallel size and pipeline stage, so that such a checkpoint would load only where every rank is built
-as rank 0 was. Here groups are always the running job's own, and the step comes from its schedule.
+Beside tensors, Megatron-Core saves the parameter groups of rank 0's optimizers. How many optimizers and groups there
+are depends on expert-parallel size and pipeline stage, so that such a checkpoint would load only where every rank is
+built as rank 0 was. Here groups are always the running job's own, and the step comes from its schedule.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 State = dict[Any, Any]
 
 
-def sharded(optimizer: MegatronOptimizer, model_state: State, metadata: State, *, is_loading: bool) -> tuple[State, State]:
+def sharded(
+    optimizer: MegatronOptimizer, model_state: State, metadata: State, *, is_loading: bool
+) -> tuple[State, State]:
     """(what a checkpoint holds: sharded tensors; the rest, for `load`). model_state: the model's own sharded state."""
     if is_loading:
         _allocate(optimizer)
@@ -59,8 +61,8 @@ def _set_all_but_step(part: DistributedOptimizer, model_param: torch.Tensor, ten
 
 
 def _allocate(optimizer: MegatronOptimizer) -> None:
-    """Adam makes its state in its first step, but upstream (distrib_optimizer.py, `state_dict`) reads a step from it even
-    to say what is to be loaded."""
+    """Adam makes its state in its first step, but upstream (distrib_optimizer.py, `state_dict`) reads a step from it
+    even to say what is to be loaded."""
     for part in _parts(optimizer):
         if isinstance(part, DistributedOptimizer):
             part.init_state_fn(part.optimizer, part.config)

@@ -139,6 +139,7 @@ class Trainer:
         job = self.job
         started = time.monotonic()
         late = job.train.max_minutes is not None and started - self.started > 60 * job.train.max_minutes
+        learning_rate = max(group["lr"] for group in self.optimizer.param_groups)  # of this step: its end sets the next
         stats = step.train_step(
             self.chunks, self.optimizer, self.scheduler, batches, job, self.device, ask_stop=late and self.rank == 0
         )
@@ -177,7 +178,7 @@ class Trainer:
                     "aux_loss": stats.aux_loss,
                     "z_loss": stats.z_loss,
                     "grad_norm": stats.grad_norm,
-                    "learning_rate": self._learning_rate(),
+                    "learning_rate": learning_rate,
                     "tokens_per_second_per_gpu": tgs,
                     "tflops_per_gpu": tgs * self.flops_a_token / 1e12,
                     "mfu": self._mfu(tgs),
@@ -284,9 +285,6 @@ class Trainer:
             num_workers=self.job.data.num_workers,
             pin_memory=self.device.type == "cuda",
         )
-
-    def _learning_rate(self) -> float:
-        return max(group["lr"] for group in self.optimizer.param_groups)
 
     def _peak_flops(self) -> float | None:
         if self.device.type == "cpu":
