@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from maniple.engines.megatron import checkpoint
 from maniple.errors import UserError
 
-MANIFEST = {"format": checkpoint.FORMAT, "step": 3, "samples": 6, "world_size": 1, "card": {}}
+MANIFEST = {"format": checkpoint.FORMAT, "step": 3, "samples": 6, "world_size": 1, "card": {}, "job": {}}
 SHARD = "__0_0.distcp"
 
 

@@ -1,4 +1,4 @@
-"""Combined 1F1B: upstream cuts our layers at its stage borders; one micro-batch's forward runs beside another's backward.
+"""Combined 1F1B: upstream cuts our layers into stages; one micro-batch's forward runs beside another's backward.
 
 The plan's nodes are upstream's own (`build_layer_callables`): each runs one stage on detached inputs and frees what it
 believes is no longer needed. Losses and gradients must equal those of plain forward and backward. Expert-parallel size

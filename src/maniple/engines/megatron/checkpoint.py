@@ -36,7 +36,7 @@ FORMAT = 1
 _PREFIX = "step_"
 _MANIFEST = "maniple.json"
 _RNG = "rng"
-_MANIFEST_TYPES = {"step": int, "samples": int, "world_size": int, "card": dict}
+_MANIFEST_TYPES = {"step": int, "samples": int, "world_size": int, "card": dict, "job": dict}
 # What torch's `.metadata` (a pickle) is made of, beside `torch.dtype`s: no name here does anything when called.
 _METADATA_NAMES = {
     "collections": {"OrderedDict"},
@@ -199,12 +199,13 @@ def _check_alike(folder: Path, manifest: dict[str, Any], card: ModelCard, job: T
         raise UserError(
             f"checkpoint {folder} is of another model ({theirs.get('name')}): {', '.join(different)} differ"
         )
-    mine = job.model_dump(mode="json")
     for path in ("precision.dtype", "parallel.distributed_optimizer", "model.vocab_size_multiple"):
         section, key = path.split(".")
-        if (saved := manifest["job"][section][key]) != mine[section][key]:
+        mine = job.model_dump(mode="json")[section][key]
+        saved = manifest["job"].get(section, {}).get(key, mine)
+        if saved != mine:
             raise UserError(
-                f"checkpoint {folder} was saved with {path} {saved}, this job has {mine[section][key]}: set {path}={saved}"
+                f"checkpoint {folder} was saved with {path} {saved}, this job has {mine}: set {path}={saved}"
             )
 
 
