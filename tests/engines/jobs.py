@@ -68,4 +68,6 @@ def no_process_group() -> Iterator[None]:
         yield
     finally:
         os.environ.update(launcher)
+        if dist.is_initialized():  # it failed
+            dist.destroy_process_group()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -73,7 +73,7 @@ class _CudaMeansCpu(TorchFunctionMode):
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
             args = (args[0], _CPU, *args[2:])
         elif func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # optimizer.py, distrib_optimizer.py and clip_grads.py compare with 'torch.cuda.FloatTensor' and kin
+            # optimizer.py and distrib_optimizer.py compare with 'torch.cuda.FloatTensor' and kin
             return func(*args).replace("torch.", "torch.cuda.", 1)
         elif kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
@@ -99,15 +99,10 @@ _REDIRECTS: dict[str, Any] = {
     "Stream": _Stream,
     "Event": _Event,
     "synchronize": lambda device=None: None,  # pipeline_parallel/p2p_communication.py
-    "empty_cache": lambda: None,
     "manual_seed": torch.manual_seed,  # tensor_parallel/random.py
     "get_rng_state": _rng_state,
     "set_rng_state": _set_rng_state,
     "is_current_stream_capturing": lambda: False,
-    "memory_allocated": lambda device=None: 0,
-    "memory_reserved": lambda device=None: 0,
-    "max_memory_allocated": lambda device=None: 0,
-    "memory_stats": lambda device=None: {},
     "get_device_capability": lambda device=None: (0, 0),
 }
 
@@ -129,6 +124,7 @@ def install() -> None:
     torch.cuda.random.get_rng_state = _rng_state
     # pipeline_parallel/utils.py, as it frees a stage's input; no mode is asked, since it refuses our stream before
     torch.Tensor.record_stream = lambda self, stream: None
+    # utils.py; they raise in a torch that is built without CUDA
     torch.cuda.nvtx.range_push = lambda *args, **kwargs: 0
     torch.cuda.nvtx.range_pop = lambda *args, **kwargs: 0
     # fused ops are decorated with torch.compile at import (jit.py); a CPU gains nothing and waits for a compiler

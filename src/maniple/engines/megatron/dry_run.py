@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -63,6 +63,8 @@ def trace(job: TrainConfig, card: ModelCard, rank: int, world_size: int) -> DryR
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     parallel.start_groups(job)
+    # nothing is drawn, and the states that random.py's fork() compares would be fake
+    tensor_parallel.get_cuda_rng_tracker().fork = lambda *name: contextlib.nullcontext()
     device = torch.device("cpu")
     meter = StorageMeter()
     with FakeTensorMode(allow_non_fake_inputs=True), meter, _CoalescedCollectives():

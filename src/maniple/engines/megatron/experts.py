@@ -5,14 +5,19 @@ G experts on this rank, F intermediate size on this expert-tensor rank, D hidden
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
 from maniple.moe.experts import ExpertActivation, expert_mlp
+
+_EXTRA = "_extra_state"
 
 
 class GroupedExperts(MegatronModule):
@@ -112,7 +117,21 @@ class GroupedExperts(MegatronModule):
         if self.b13 is not None:
             state[f"{prefix}b13"] = gated("linear_fc1.bias", self.b13)
             state[f"{prefix}b2"] = sharded("linear_fc2.bias", self.b2, replica_id=(0, etp_rank, replica[2]))
+        # each of SequentialMLP's linear layers has an extra state, empty without fp8, and asks for it when it loads
+        for linear, expert in itertools.product(("linear_fc1", "linear_fc2"), range(self.num_local_experts)):
+            number = self.ep_group.rank() * self.num_local_experts + expert
+            state[f"{prefix}{linear}.{expert}.{_EXTRA}"] = make_sharded_object_for_checkpoint(
+                None,
+                f"{prefix}experts.{linear}.{_EXTRA}",
+                (*sharded_offsets, (axis, number, self.ep_group.size() * self.num_local_experts)),
+                (0, etp_rank, replica[2]),
+            )
         return state
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args, **kwargs) -> None:
+        for key in [key for key in state_dict if key.startswith(prefix) and key.endswith(_EXTRA)]:
+            del state_dict[key]
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 def _activation(config) -> ExpertActivation:

@@ -32,6 +32,12 @@ from maniple.engines.megatron.experts import GroupedExperts
 from maniple.engines.megatron.moe import ManipleMoELayer, ManipleRouter
 from maniple.engines.megatron.norm import FullWidthRMSNorm, RMSNorm
 
+# gpt_layer_specs.py, `get_gpt_layer_local_submodules`: norms under the names that they have where linears contain them
+_FUSED_NORM_KEYS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+
 
 class ManipleSpecProvider(BackendSpecProvider):
     """Which module stands in each of Megatron-Core's slots, with no need of Transformer Engine or Apex."""
@@ -124,6 +130,8 @@ def transformer_layer(config, *, moe: bool) -> ModuleSpec:
             pre_mlp_layernorm=RMSNorm,
             mlp=mlp,
             mlp_bda=get_bias_dropout_add,
+            # checkpoints have the keys of upstream's local spec, so that each loads the other's
+            sharded_state_dict_keys_map={} if config.multi_latent_attention else dict(_FUSED_NORM_KEYS),
         ),
     )
 
