@@ -42,7 +42,7 @@ def load(optimizer: MegatronOptimizer, tensors: State, rest: State, step: int) -
             # (distrib_optimizer.py, `_set_main_param_and_optimizer_states`), and leaves alone what is no tensor
             part._set_main_param_and_optimizer_states = partial(_set_all_but_step, part)
         else:
-            inner: State = own["optimizer"] if "optimizer" in own else own
+            inner: State = own.get("optimizer") or own
             inner.setdefault("state", {})["common_step"] = torch.tensor(float(step))
     optimizer.load_state_dict(merge(rest, tensors))
     for part in parts:
