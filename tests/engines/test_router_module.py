@@ -13,7 +13,7 @@ from maniple.models import load_card
 pytestmark = pytest.mark.timeout(240)  # the first test waits for the process
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "full": {"granularity": "full"},
-    "one layer": {"granularity": "full", "num_layers": 1},
+    "first layers": {"granularity": "full", "num_layers": 2},  # a dense and an MoE layer
     "moe": {"granularity": "selective", "modules": ["moe"]},
 }
 AUX = ("sequence", "micro_batch", "global_batch")
