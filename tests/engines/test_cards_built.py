@@ -10,6 +10,8 @@ from tests.distributed_utils import run_ranks
 
 from maniple.models import counting, list_cards, load_card
 
+pytestmark = pytest.mark.timeout(600)  # the first test waits for the processes that do the work
+
 # billions, rounded to three decimals: of models built by other code than ours
 PUBLISHED = yaml.safe_load((Path(__file__).parents[1] / "data" / "model_counts.yaml").read_text(encoding="utf-8"))
 
@@ -38,10 +40,9 @@ def build(rank: int, world_size: int) -> dict[str, dict[str, int]]:
 
 @pytest.fixture(scope="module")
 def built() -> dict[str, dict[str, int]]:
-    return run_ranks(build, 1, timeout=240)[0]
+    return run_ranks(build, 1, timeout=400)[0]
 
 
-@pytest.mark.timeout(360)  # the first test waits for the process that builds all models
 @pytest.mark.parametrize("name", list_cards())
 def test_full_model_has_as_many_parameters_as_published(built, name):
     parameters, counted = built[name], counting.count(load_card(name))

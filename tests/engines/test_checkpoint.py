@@ -14,7 +14,8 @@ from tests.distributed_utils import run_ranks
 from maniple.errors import UserError
 from maniple.metrics import read_metrics
 
-pytestmark = pytest.mark.timeout(480)  # the first test waits for all processes
+pytestmark = pytest.mark.timeout(600)  # the first test waits for the processes that do the work
+
 STEPS, HALF = 6, "step_00000003"
 Sections = dict[str, dict[str, Any]]
 ALONE: dict[str, Sections] = {
@@ -184,12 +185,12 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(folder) -> list[tuple[dict[str, Any], list[bool]]]:
-    return run_ranks(run_pair, 2, folder, timeout=180)
+    return run_ranks(run_pair, 2, folder, timeout=400)
 
 
 @pytest.fixture(scope="module")
 def alone(folder, pair) -> tuple[dict[str, Any], dict[str, Any]]:
-    return run_ranks(run_alone, 1, folder, timeout=180)[0]
+    return run_ranks(run_alone, 1, folder, timeout=400)[0]
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,8 @@ from tests.distributed_utils import run_ranks
 
 from maniple.engines.megatron import cpu
 
+pytestmark = pytest.mark.timeout(600)  # the first test waits for the processes that do the work
+
 
 def _constructs() -> dict[str, Callable[[], Any]]:
     """What Megatron-Core does with CUDA, by name, and what becomes of it."""
@@ -162,7 +164,7 @@ def report() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
             patch.setenv(name, "-1")
-        return run_ranks(probe, 1, timeout=60)[0]
+        return run_ranks(probe, 1, timeout=400)[0]
 
 
 def test_nothing_works_without_it(report):

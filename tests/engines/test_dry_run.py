@@ -19,7 +19,8 @@ from maniple.errors import UserError
 from maniple.models import counting, load_card
 from maniple.models.card import ModelCard
 
-pytestmark = pytest.mark.timeout(300)  # the first test waits for the process that makes all dry runs
+pytestmark = pytest.mark.timeout(600)  # the first test waits for the processes that do the work
+
 ROOT = Path(__file__).parents[2]
 WORLD, STAGES, LAYOUT = 8, 2, "Et|t|t|mL"
 PARALLEL = {"pipeline_parallel_size": STAGES, "pipeline_layout": LAYOUT, "expert_parallel_size": 2}
@@ -124,7 +125,7 @@ def parameters(card: ModelCard, layout: str, stages: int, stage: int, experts: i
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, Any]:
-    return run_ranks(dry_runs, 1, timeout=200)[0]
+    return run_ranks(dry_runs, 1, timeout=400)[0]
 
 
 def test_each_rank_has_its_parameters(runs):
@@ -193,7 +194,7 @@ def test_json_from_the_command_line():
     command = [sys.executable, "-m", "maniple", "train", str(ROOT / "configs" / "demo.yaml"), "--dry-run", "--json"]
     command += ["--rank", "1", "--world-size", "2", "train.micro_batch_size=1", "train.global_batch_size=2"]
     environment = {**os.environ, "PYTHONPATH": str(Path(maniple.__file__).parents[1])}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert (result["rank"], result["world_size"], result["pipeline_stage"]) == (1, 2, 0)

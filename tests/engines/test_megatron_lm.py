@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from tests.distributed_utils import run_ranks
 
+pytestmark = pytest.mark.timeout(600)  # the first test waits for the processes that do the work
+
 STEPS, SEQUENCE, VOCABULARY, EXPERTS = 3, 32, 255, 8
 MODEL = f"""
     --spec maniple.engines.megatron.spec layer_spec --transformer-impl local
@@ -102,7 +104,7 @@ def _full_name(kind: type) -> str:
 
 @pytest.fixture(scope="module")
 def reports() -> dict[str, dict[str, Any]]:
-    return run_ranks(pretrain, 1, timeout=150)[0]
+    return run_ranks(pretrain, 1, timeout=400)[0]
 
 
 @pytest.fixture(params=VARIANTS)
@@ -110,7 +112,6 @@ def report(request, reports) -> dict[str, Any]:
     return reports[request.param] | {"variant": request.param}
 
 
-@pytest.mark.timeout(240)  # the first test waits for the process that trains both
 def test_the_model_is_of_our_modules(report):
     ours = "maniple.engines.megatron"
     wanted = {f"{ours}.moe.ManipleMoELayer", f"{ours}.moe.ManipleRouter", f"{ours}.experts.GroupedExperts"}

@@ -10,7 +10,8 @@ from tests.distributed_utils import run_ranks
 
 from maniple.models import load_card
 
-pytestmark = pytest.mark.timeout(240)  # the first test waits for the process
+pytestmark = pytest.mark.timeout(600)  # the first test waits for the processes that do the work
+
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "full": {"granularity": "full"},
     "first layers": {"granularity": "full", "num_layers": 2},  # a dense and an MoE layer
@@ -130,7 +131,7 @@ def _padding() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    return run_ranks(check, 1, timeout=150)[0]
+    return run_ranks(check, 1, timeout=400)[0]
 
 
 @pytest.mark.parametrize("aux", AUX)

@@ -13,6 +13,8 @@ from tests.distributed_utils import run_ranks
 from maniple.metrics import read_metrics
 from maniple.models import list_cards, load_card
 
+pytestmark = pytest.mark.timeout(600)  # the first test waits for the processes that do the work
+
 STEPS, TOKENS = 5, 4 * 32  # of a step: see jobs.make_job
 BF16 = "deepseek-v3"  # the others train in fp32
 TRAINING_KEYS = {
@@ -71,7 +73,7 @@ def train_all(rank: int, world_size: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    run_ranks(train_all, 1, folder, timeout=200)
+    run_ranks(train_all, 1, folder, timeout=400)
     return folder
 
 
@@ -80,7 +82,6 @@ def name(request) -> str:
     return request.param
 
 
-@pytest.mark.timeout(300)  # the first test waits for the process that trains all models
 def test_loss_falls_and_stays_finite(runs, name):
     records = [r for r in read_metrics(runs / name / "metrics.jsonl") if "loss" in r]
     losses = [r["loss"] for r in records]
