@@ -152,7 +152,8 @@ class Trainer:
         if not self._said_kernels:
             # said after the first step, when it is what ran and not what was meant to
             for op, recipe, kind, name in registry.used():
-                log.info("kernels: %s %s on %s: %s", op, recipe, kind, name)
+                dtype = self.job.precision.dtype
+                log.info("kernels: %s on %s: %s (%s tensors, recipe %s)", op, kind, name, dtype, recipe)
             self._said_kernels = True
         self.progress.step += 1
         self.progress.samples += job.train.global_batch_size
