@@ -10,14 +10,14 @@ from maniple.kernels import registry
 def table(monkeypatch):
     monkeypatch.setattr(registry, "_TABLE", {})
     monkeypatch.setattr(registry, "_USED", set())
-    registry.select.cache_clear()
+    registry.candidates.cache_clear()
     registry.register("add", "reference", {"bf16"}, registry.ANY_DEVICE, "the oracle")
     registry.register("add", "fast", {"bf16", "fp8"}, {"cuda"}, "fast", preference=1)
     registry.register(
         "add", "broken", {"bf16"}, {"cuda"}, "broken", preference=2, reason_unavailable=lambda: "needs sm_100"
     )
     yield
-    registry.select.cache_clear()
+    registry.candidates.cache_clear()
 
 
 def test_the_best_that_can_run_is_taken():

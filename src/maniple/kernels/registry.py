@@ -8,6 +8,7 @@ a run can print once which backend each op really used.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ class Implementation:
     fn: Any
     preference: int
     reason_unavailable: Callable[[], str | None]  # None: can run in this process
+    refuses: Callable[..., str | None] | None  # why it cannot serve these operands (what the op passes); None: it can
 
     def refusal(self, recipe: str, device_type: str) -> str | None:
         """Why this one cannot serve the recipe on the device; None if it can."""
@@ -51,34 +53,35 @@ def register(
     *,
     preference: int = 0,
     reason_unavailable: Callable[[], str | None] = lambda: None,
+    refuses: Callable[..., str | None] | None = None,
 ) -> Implementation:
     """Adds an implementation. Raises ValueError if `op` has one of that name already."""
     implementation = Implementation(
-        op, name, frozenset(recipes), frozenset(devices), fn, preference, functools.cache(reason_unavailable)
+        op, name, frozenset(recipes), frozenset(devices), fn, preference, functools.cache(reason_unavailable), refuses
     )
     if name in _TABLE.setdefault(op, {}):
         raise ValueError(f"{op} has an implementation {name} already")
     _TABLE[op][name] = implementation
-    select.cache_clear()
+    candidates.cache_clear()
     return implementation
 
 
 @functools.cache
-def select(op: str, recipe: str, device_type: str, pin: str | None = None) -> Implementation:
-    """The implementation of `op` for a recipe on a device type. `pin` names one; None or "auto" takes the best.
+def candidates(op: str, recipe: str, device_type: str, pin: str | None = None) -> tuple[Implementation, ...]:
+    """Implementations of `op` for a recipe on a device type, the best first. `pin` names one; None or "auto": all.
 
     Raises UserError, which names the reason and what there is instead, if nothing (or not the pinned one) can run.
     """
     if op not in _TABLE:
         raise UserError(f"there is no op {op}: the ops are {', '.join(sorted(_TABLE))}")
-    candidates = sorted(_TABLE[op].values(), key=lambda i: (-i.preference, i.name))
-    able = [i for i in candidates if i.refusal(recipe, device_type) is None]
+    known_ones = sorted(_TABLE[op].values(), key=lambda i: (-i.preference, i.name))
+    able = tuple(i for i in known_ones if i.refusal(recipe, device_type) is None)
     instead = f"can run here: {', '.join(i.name for i in able)}" if able else f"none of {op} can run here"
     if pin in (None, "auto"):
         if able:
-            return able[0]
-        reasons = "; ".join(f"{i.name} {i.refusal(recipe, device_type)}" for i in candidates)
-        known = sorted({known for i in candidates for known in i.recipes})
+            return able
+        reasons = "; ".join(f"{i.name} {i.refusal(recipe, device_type)}" for i in known_ones)
+        known = sorted({known for i in known_ones for known in i.recipes})
         raise UserError(
             f"{op} cannot run recipe {recipe} on {device_type}: {reasons}; its recipes are {', '.join(known)}"
         )
@@ -87,14 +90,40 @@ def select(op: str, recipe: str, device_type: str, pin: str | None = None) -> Im
         raise UserError(f"{op} has no implementation {pin} (recipe {recipe}, {device_type}); {instead}")
     if (reason := chosen.refusal(recipe, device_type)) is not None:
         raise UserError(f"{op} cannot use {pin} for recipe {recipe} on {device_type}: {pin} {reason}; {instead}")
-    return chosen
+    return (chosen,)
 
 
-def use(op: str, recipe: str, device_type: str, pin: str | None = None) -> Any:
+def select(
+    op: str, recipe: str, device_type: str, pin: str | None = None, operands: tuple[Any, ...] = ()
+) -> Implementation:
+    """The best of `candidates(...)` that serves these operands; what they are, the op's `__init__` states.
+
+    Raises UserError with each one's reason if none does.
+    """
+    refusals = []
+    for implementation in candidates(op, recipe, device_type, pin):
+        reason = implementation.refuses(*operands) if operands and implementation.refuses else None
+        if reason is None:
+            return implementation
+        refusals.append(f"{implementation.name} {reason}")
+    raise UserError(f"{op} cannot run recipe {recipe} on {device_type} for these operands: {'; '.join(refusals)}")
+
+
+def use(op: str, recipe: str, device_type: str, pin: str | None = None, operands: tuple[Any, ...] = ()) -> Any:
     """`select(...)`'s `fn`, noted for `used()`."""
-    implementation = select(op, recipe, device_type, pin)
+    implementation = select(op, recipe, device_type, pin, operands)
     _USED.add((op, recipe, device_type, implementation.name))
     return implementation.fn
+
+
+class LazyModule:
+    """Stands for a module that is imported when the first of its names is asked for: kernels cost their compiler."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(importlib.import_module(self._name), attribute)
 
 
 def used() -> list[tuple[str, str, str, str]]:

@@ -1,10 +1,12 @@
 """Grouped GEMM: one matrix an expert, rows sorted by expert. `grouped_gemm` is the public, differentiable function.
 
-An implementation is an object with the functions of `reference.py`: `forward`, `dgrad`, `wgrad`, `bias_grad`.
+An implementation is an object with the functions of `reference.py`: `forward`, `dgrad`, `wgrad`, `bias_grad`. One that
+does not serve all operands says so with `refusal(x, w, layout)`.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Literal
 
 import torch
@@ -14,7 +16,34 @@ from maniple.kernels.grouped_gemm import reference
 
 __all__ = ["grouped_gemm"]
 
+
+def _no_triton() -> str | None:
+    return None if importlib.util.find_spec("triton") else "needs the triton package, and it is not installed"
+
+
+def _no_hopper() -> str | None:
+    if (reason := _no_triton()) is not None:
+        return reason
+    if torch.version.hip or not torch.cuda.is_available():
+        return "needs a Hopper GPU (sm_90)"
+    major, minor = torch.cuda.get_device_capability()
+    return None if (major, minor) == (9, 0) else f"needs a Hopper GPU (sm_90), and this one is sm_{major}{minor}"
+
+
+_triton = registry.LazyModule("maniple.kernels.grouped_gemm.triton")
+_hopper = registry.LazyModule("maniple.kernels.grouped_gemm.hopper")
 registry.register("grouped_gemm", "reference", {"bf16"}, registry.ANY_DEVICE, reference)
+registry.register("grouped_gemm", "triton", {"bf16"}, {"cuda"}, _triton, preference=1, reason_unavailable=_no_triton)
+registry.register(
+    "grouped_gemm",
+    "hopper",
+    {"bf16"},
+    {"cuda"},
+    _hopper,
+    preference=2,
+    reason_unavailable=_no_hopper,
+    refuses=lambda *operands: _hopper.refusal(*operands),
+)
 
 
 def grouped_gemm(
@@ -40,13 +69,15 @@ def grouped_gemm(
 
     fuse_wgrad_accumulation: backward adds the weight's gradient to `w_G.main_grad` (fp32, w's shape) in place, sets
     `w_G.grad_added_to_main_grad = True` and returns a gradient of undefined values, as Megatron-Core's DDP expects.
-    kernels: an implementation's name, or None or "auto" for the best. splits: the sizes of the groups where the host
-    knows them. Raises UserError if no implementation serves the recipe, ValueError for shapes that do not agree.
+    kernels: an implementation's name, or None or "auto" for the best that serves these operands. splits: the sizes of
+    the groups where the host knows them. Raises UserError if no implementation serves the recipe, ValueError for
+    shapes that do not agree.
     """
     _check(x_SK, w_G, ends_G, bias_GN, bias_scale_S, layout)
     if fuse_wgrad_accumulation and getattr(w_G, "main_grad", None) is None:
         raise ValueError("fuse_wgrad_accumulation needs a weight with a main_grad")
-    implementation = registry.use("grouped_gemm", recipe, x_SK.device.type, kernels)
+    operands = x_SK.detach(), w_G.detach(), layout
+    implementation = registry.use("grouped_gemm", recipe, x_SK.device.type, kernels, operands)
     return _GroupedGemm.apply(
         x_SK, w_G, ends_G, bias_GN, bias_scale_S, implementation, layout, zero_tail, fuse_wgrad_accumulation, splits
     )

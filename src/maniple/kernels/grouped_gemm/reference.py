@@ -1,7 +1,7 @@
 """Oracle of grouped GEMM: a loop over groups in fp32, rounded once to the result's dtype.
 
 The loop needs the groups' sizes on the host. Without `splits` it reads `ends_G` there, which waits for the device;
-under fake tensors, where there are no values to read, the groups are taken as equally full.
+under fake and meta tensors, where there are no values to read, the groups are taken as equally full.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _groups(ends_G: torch.Tensor, slots: int, splits: list[int] | None) -> Itera
     count = ends_G.shape[0]
     if splits is not None:
         sizes = splits
-    elif is_fake(ends_G):
+    elif is_fake(ends_G) or ends_G.is_meta:
         sizes = [slots // count + (g < slots % count) for g in range(count)]
     else:
         ends = ends_G.tolist()

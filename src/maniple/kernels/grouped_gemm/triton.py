@@ -1,0 +1,463 @@
+"""Grouped GEMM in portable Triton: NVIDIA and AMD GPUs, any shape and strides, fp32 too.
+
+A fixed number of programs walks over all tiles of all groups: where a group begins is read on the device from `ends`,
+so that the host waits for nothing. On NVIDIA's bulk copy engine tiles come through descriptors where alignment allows
+it; else through pointers, all of whose offsets are 64-bit. The last tile of a group is stored through a mask, and the
+last rows of a contraction are loaded through one, so that no value of another group or of the undefined tail enters.
+The functions at the end have the interface of `reference.py`. Shapes: S rows, G groups, weights `[G, N, K]` ("nk") or
+`[G, K, N]` ("kn").
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from maniple.kernels.grouped_gemm import launch
+
+
+@triton.jit
+def place(number, row_tiles, column_tiles, BAND: tl.constexpr):
+    """(row, column) of a tile by its number: down a band of rows, then on to the next column."""
+    in_band = BAND * column_tiles
+    first = number // in_band * BAND
+    height = tl.minimum(row_tiles - first, BAND)
+    inner = number % in_band
+    return first + inner % height, inner // height
+
+
+@triton.jit
+def rows_kernel(
+    x_ptr,
+    w_ptr,
+    out_ptr,
+    ends_ptr,
+    bias_ptr,
+    scale_ptr,
+    x_desc,
+    w_desc,
+    out_desc,
+    N,
+    K,
+    x_row,
+    x_col,
+    w_group,
+    w_n,
+    w_k,
+    out_row,
+    GROUPS: tl.constexpr,
+    NK: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    BIAS: tl.constexpr,
+    SCALE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """`out[s] = x[s] @ w[g] + scale[s] * bias[g]` for the rows s of each group g; rows past the last group stay."""
+    column_tiles = tl.cdiv(N, COLUMNS)
+    tile = tl.program_id(0)
+    first = 0  # number of the group's first tile
+    start = 0  # and its first row
+    for g in range(GROUPS):
+        end = tl.load(ends_ptr + g)
+        row_tiles = tl.cdiv(end - start, ROWS)
+        last = first + row_tiles * column_tiles
+        while tile < last:
+            i, j = place(tile - first, row_tiles, column_tiles, BAND)
+            row0 = start + i * ROWS
+            n0 = j * COLUMNS
+            rows = row0 + tl.arange(0, ROWS)
+            columns = n0 + tl.arange(0, COLUMNS)
+            acc = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+            if DESCRIPTORS:
+                for k0 in range(0, K, DEPTH):
+                    a = x_desc.load([row0, k0])
+                    if NK:
+                        b = w_desc.load([g, n0, k0]).reshape(COLUMNS, DEPTH).T
+                    else:
+                        b = w_desc.load([g, k0, n0]).reshape(DEPTH, COLUMNS)
+                    acc = tl.dot(a, b, acc, input_precision=PRECISION)
+            else:
+                a_ptrs = x_ptr + rows.to(tl.int64)[:, None] * x_row
+                b_ptrs = w_ptr + tl.cast(g, tl.int64) * w_group + columns.to(tl.int64)[None, :] * w_n
+                for k0 in range(0, K, DEPTH):
+                    ks = k0 + tl.arange(0, DEPTH)
+                    in_k = ks < K
+                    a = tl.load(
+                        a_ptrs + ks.to(tl.int64)[None, :] * x_col, mask=(rows < end)[:, None] & in_k[None, :], other=0.0
+                    )
+                    b = tl.load(
+                        b_ptrs + ks.to(tl.int64)[:, None] * w_k, mask=in_k[:, None] & (columns < N)[None, :], other=0.0
+                    )
+                    acc = tl.dot(a, b, acc, input_precision=PRECISION)
+            if BIAS:
+                bias = tl.load(bias_ptr + tl.cast(g, tl.int64) * N + columns, mask=columns < N, other=0.0)
+                if SCALE:
+                    scale = tl.load(scale_ptr + rows, mask=rows < end, other=0.0).to(tl.float32)
+                    acc += scale[:, None] * bias.to(tl.float32)[None, :]
+                else:
+                    acc += bias.to(tl.float32)[None, :]
+            if DESCRIPTORS and row0 + ROWS <= end:
+                out_desc.store([row0, n0], acc.to(out_desc.dtype))
+            else:
+                ptrs = out_ptr + rows.to(tl.int64)[:, None] * out_row + columns[None, :]
+                inside = (rows < end)[:, None] & (columns < N)[None, :]
+                tl.store(ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
+            tile += tl.num_programs(0)
+        first = last
+        start = end
+
+
+@triton.jit
+def wgrad_kernel(
+    a_ptr,
+    b_ptr,
+    out_ptr,
+    ends_ptr,
+    a_desc,
+    b_desc,
+    A,
+    B,
+    a_row,
+    a_col,
+    b_row,
+    b_col,
+    out_group,
+    out_a,
+    out_b,
+    GROUPS: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """`out[g] (+)= a[rows of g]ᵀ @ b[rows of g]`: `[A, B]`, zero (or as it was) for an empty group."""
+    a_tiles = tl.cdiv(A, ROWS)
+    b_tiles = tl.cdiv(B, COLUMNS)
+    for tile in range(tl.program_id(0), GROUPS * a_tiles * b_tiles, tl.num_programs(0)):
+        g = tile // (a_tiles * b_tiles)
+        i, j = place(tile % (a_tiles * b_tiles), a_tiles, b_tiles, BAND)
+        start = tl.load(ends_ptr + g - 1, mask=g > 0, other=0)
+        end = tl.load(ends_ptr + g)
+        whole = start + (end - start) // DEPTH * DEPTH
+        a0 = i * ROWS
+        b0 = j * COLUMNS
+        in_a = a0 + tl.arange(0, ROWS)
+        in_b = b0 + tl.arange(0, COLUMNS)
+        a_cols = a_ptr + in_a.to(tl.int64)[None, :] * a_col
+        b_cols = b_ptr + in_b.to(tl.int64)[None, :] * b_col
+        acc = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        if DESCRIPTORS:
+            for s in range(start, whole, DEPTH):
+                acc = tl.dot(a_desc.load([s, a0]).T, b_desc.load([s, b0]), acc, input_precision=PRECISION)
+        else:
+            for s in range(start, whole, DEPTH):
+                rows = (s + tl.arange(0, DEPTH)).to(tl.int64)[:, None]
+                a = tl.load(a_cols + rows * a_row, mask=(in_a < A)[None, :], other=0.0)
+                b = tl.load(b_cols + rows * b_row, mask=(in_b < B)[None, :], other=0.0)
+                acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
+        if whole < end:
+            left = whole + tl.arange(0, DEPTH)
+            rows = left.to(tl.int64)[:, None]
+            a = tl.load(a_cols + rows * a_row, mask=(left < end)[:, None] & (in_a < A)[None, :], other=0.0)
+            b = tl.load(b_cols + rows * b_row, mask=(left < end)[:, None] & (in_b < B)[None, :], other=0.0)
+            acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
+        if not ACCUMULATE or start < end:
+            ptrs = out_ptr + tl.cast(g, tl.int64) * out_group
+            ptrs += in_a.to(tl.int64)[:, None] * out_a + in_b.to(tl.int64)[None, :] * out_b
+            inside = (in_a < A)[:, None] & (in_b < B)[None, :]
+            if ACCUMULATE:
+                acc += tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
+            tl.store(ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def bias_grad_kernel(
+    grad_ptr,
+    scale_ptr,
+    out_ptr,
+    ends_ptr,
+    N,
+    grad_row,
+    grad_col,
+    SCALE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """`out[g] = sum over the rows s of g of scale[s] * grad[s]`, in fp32; one program a group and column tile."""
+    g = tl.program_id(0)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    start = tl.load(ends_ptr + g - 1, mask=g > 0, other=0)
+    end = tl.load(ends_ptr + g)
+    sums = tl.zeros((COLUMNS,), dtype=tl.float32)
+    for s in range(start, end, ROWS):
+        rows = s + tl.arange(0, ROWS)
+        inside = (rows < end)[:, None] & (columns < N)[None, :]
+        ptrs = grad_ptr + rows.to(tl.int64)[:, None] * grad_row + columns.to(tl.int64)[None, :] * grad_col
+        grad = tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
+        if SCALE:
+            grad *= tl.load(scale_ptr + rows, mask=rows < end, other=0.0).to(tl.float32)[:, None]
+        sums += tl.sum(grad, axis=0)
+    tl.store(out_ptr + tl.cast(g, tl.int64) * N + columns, sums.to(out_ptr.dtype.element_ty), mask=columns < N)
+
+
+@triton.jit
+def scale_grad_kernel(
+    grad_ptr,
+    bias_ptr,
+    out_ptr,
+    ends_ptr,
+    S,
+    N,
+    grad_row,
+    grad_col,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """`out[s] = grad[s] . bias[group of s]` in fp32, zero past the last group; one program a block of rows."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    group = tl.zeros((ROWS,), dtype=tl.int32)
+    for g in range(GROUPS):
+        group += (rows >= tl.load(ends_ptr + g)).to(tl.int32)  # groups that end before the row
+    used = group < GROUPS
+    sums = tl.zeros((ROWS,), dtype=tl.float32)
+    for n0 in range(0, N, COLUMNS):
+        columns = n0 + tl.arange(0, COLUMNS)
+        inside = used[:, None] & (columns < N)[None, :]
+        ptrs = grad_ptr + rows.to(tl.int64)[:, None] * grad_row + columns.to(tl.int64)[None, :] * grad_col
+        grad = tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
+        bias = tl.load(bias_ptr + group.to(tl.int64)[:, None] * N + columns[None, :], mask=inside, other=0.0)
+        sums += tl.sum(grad * bias.to(tl.float32), axis=1)
+    tl.store(out_ptr + rows, sums.to(out_ptr.dtype.element_ty), mask=rows < S)
+
+
+@triton.jit
+def zero_tail_kernel(out_ptr, end_ptr, S, N, out_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Zeroes the rows from `end` to S; a program whose rows are all in use only reads `end`."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    end = tl.load(end_ptr)
+    if tl.program_id(0) * ROWS + ROWS > end:
+        for n0 in range(0, N, COLUMNS):
+            columns = n0 + tl.arange(0, COLUMNS)
+            ptrs = out_ptr + rows.to(tl.int64)[:, None] * out_row + columns[None, :]
+            past = (rows >= end)[:, None] & (rows < S)[:, None] & (columns < N)[None, :]
+            tl.store(ptrs, tl.zeros((ROWS, COLUMNS), dtype=out_ptr.dtype.element_ty), mask=past)
+
+
+def forward(
+    x_SK: torch.Tensor,
+    w_G: torch.Tensor,
+    ends_G: torch.Tensor,
+    *,
+    bias_GN: torch.Tensor | None = None,
+    bias_scale_S: torch.Tensor | None = None,
+    layout: str = "nk",
+    zero_tail: bool = False,
+    splits: list[int] | None = None,
+) -> torch.Tensor:
+    """As the reference's. `splits` is not needed: sizes are read on the device."""
+    rows, k = x_SK.shape
+    groups, n = w_G.shape[0], w_G.shape[1 if layout == "nk" else 2]
+    out_SN = x_SK.new_empty(rows, n)
+    if not (rows and n and groups):
+        return out_SN
+    target = target_of(x_SK)
+    tile = launch.rows_tile(target, x_SK.element_size(), n)
+    descriptors = target != "amd" and all(
+        no_descriptor(name, t) is None for name, t in (("x", x_SK), ("w", w_G), ("out", out_SN))
+    )
+    x_desc = w_desc = out_desc = None
+    if descriptors:
+        block = [tile.columns, tile.depth] if layout == "nk" else [tile.depth, tile.columns]
+        x_desc = TensorDescriptor.from_tensor(x_SK, [tile.rows, tile.depth])
+        w_desc = TensorDescriptor.from_tensor(w_G, [1, *block])
+        out_desc = TensorDescriptor.from_tensor(out_SN, [tile.rows, tile.columns])
+    w_n, w_k = (1, 2) if layout == "nk" else (2, 1)
+    rows_kernel[(programs(x_SK),)](
+        x_SK,
+        w_G,
+        out_SN,
+        ends_G,
+        None if bias_GN is None else bias_GN.contiguous(),
+        None if bias_scale_S is None else bias_scale_S.contiguous(),
+        x_desc,
+        w_desc,
+        out_desc,
+        n,
+        k,
+        *x_SK.stride(),
+        w_G.stride(0),
+        w_G.stride(w_n),
+        w_G.stride(w_k),
+        out_SN.stride(0),
+        GROUPS=groups,
+        NK=layout == "nk",
+        DESCRIPTORS=descriptors,
+        BIAS=bias_GN is not None,
+        SCALE=bias_scale_S is not None,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        DEPTH=tile.depth,
+        BAND=tile.band,
+        PRECISION="ieee",
+        num_stages=tile.stages,
+        num_warps=tile.warps,
+    )
+    if zero_tail:
+        fill_tail(out_SN, ends_G)
+    return out_SN
+
+
+def dgrad(
+    grad_SN: torch.Tensor,
+    w_G: torch.Tensor,
+    ends_G: torch.Tensor,
+    *,
+    layout: str = "nk",
+    zero_tail: bool = False,
+    splits: list[int] | None = None,
+) -> torch.Tensor:
+    """As the reference's."""
+    return forward(grad_SN, w_G, ends_G, layout="kn" if layout == "nk" else "nk", zero_tail=zero_tail)
+
+
+def wgrad(
+    x_SK: torch.Tensor,
+    grad_SN: torch.Tensor,
+    ends_G: torch.Tensor,
+    *,
+    layout: str = "nk",
+    out: torch.Tensor | None = None,
+    accumulate: bool = False,
+    splits: list[int] | None = None,
+) -> torch.Tensor:
+    """As the reference's; `out` may have any strides."""
+    a_SA, b_SB = (grad_SN, x_SK) if layout == "nk" else (x_SK, grad_SN)
+    out = wgrad_result(a_SA, b_SB, len(ends_G), out, accumulate)
+    if not out.numel():
+        return out
+    target = target_of(x_SK)
+    tile = launch.wgrad_tile(target, x_SK.element_size(), b_SB.shape[1], accumulates=accumulate)
+    descriptors = target != "amd" and all(no_descriptor(name, t) is None for name, t in (("a", a_SA), ("b", b_SB)))
+    a_desc = b_desc = None
+    if descriptors:
+        a_desc = TensorDescriptor.from_tensor(a_SA, [tile.depth, tile.rows])
+        b_desc = TensorDescriptor.from_tensor(b_SB, [tile.depth, tile.columns])
+    wgrad_kernel[(programs(x_SK),)](
+        a_SA,
+        b_SB,
+        out,
+        ends_G,
+        a_desc,
+        b_desc,
+        a_SA.shape[1],
+        b_SB.shape[1],
+        *a_SA.stride(),
+        *b_SB.stride(),
+        *out.stride(),
+        GROUPS=len(ends_G),
+        DESCRIPTORS=descriptors,
+        ACCUMULATE=accumulate,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        DEPTH=tile.depth,
+        BAND=tile.band,
+        PRECISION="ieee",
+        num_stages=tile.stages,
+        num_warps=tile.warps,
+    )
+    return out
+
+
+def bias_grad(
+    grad_SN: torch.Tensor,
+    ends_G: torch.Tensor,
+    bias_GN: torch.Tensor,
+    bias_scale_S: torch.Tensor | None,
+    *,
+    splits: list[int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As the reference's."""
+    (rows, n), groups = grad_SN.shape, len(ends_G)
+    columns, block = (16, 16) if target_of(grad_SN) == "interpreter" else (64, 64)
+    grad_bias_GN = torch.empty_like(bias_GN, memory_format=torch.contiguous_format)
+    if grad_bias_GN.numel():
+        bias_grad_kernel[(groups, triton.cdiv(n, columns))](
+            grad_SN,
+            bias_scale_S,
+            grad_bias_GN,
+            ends_G,
+            n,
+            *grad_SN.stride(),
+            SCALE=bias_scale_S is not None,
+            ROWS=block,
+            COLUMNS=columns,
+        )
+    if bias_scale_S is None:
+        return grad_bias_GN, None
+    grad_scale_S = torch.empty_like(bias_scale_S, memory_format=torch.contiguous_format)
+    if rows:
+        scale_grad_kernel[(triton.cdiv(rows, block),)](
+            grad_SN,
+            bias_GN.contiguous(),
+            grad_scale_S,
+            ends_G,
+            rows,
+            n,
+            *grad_SN.stride(),
+            GROUPS=groups,
+            ROWS=block,
+            COLUMNS=columns,
+        )
+    return grad_bias_GN, grad_scale_S
+
+
+def wgrad_result(
+    a_SA: torch.Tensor, b_SB: torch.Tensor, groups: int, out: torch.Tensor | None, accumulate: bool
+) -> torch.Tensor:
+    """`out`, or a new tensor for the weight gradients. Raises ValueError where it does not fit."""
+    if accumulate and out is None:
+        raise ValueError("wgrad accumulates into out: pass it")
+    shape = (groups, a_SA.shape[1], b_SB.shape[1])
+    if out is None:
+        return a_SA.new_empty(shape)
+    if out.shape != shape:
+        raise ValueError(f"wgrad needs out of shape {list(shape)}, not {list(out.shape)}")
+    return out
+
+
+def fill_tail(out_SN: torch.Tensor, ends_G: torch.Tensor) -> None:
+    """Zeroes the rows past the last group of a result whose columns are contiguous."""
+    rows, n = out_SN.shape
+    block, columns = (16, 16) if target_of(out_SN) == "interpreter" else (16, 256)
+    zero_tail_kernel[(triton.cdiv(rows, block),)](
+        out_SN, ends_G[-1:], rows, n, out_SN.stride(0), ROWS=block, COLUMNS=columns
+    )
+
+
+def no_descriptor(name: str, tensor: torch.Tensor) -> str | None:
+    """Why this tensor cannot be loaded through a descriptor; None if it can."""
+    return launch.no_descriptor(name, tensor.shape, tensor.stride(), tensor.element_size(), tensor.data_ptr())
+
+
+def target_of(tensor: torch.Tensor) -> str:
+    """What `launch` calls the device of a tensor; Triton's interpreter runs on the CPU."""
+    if tensor.device.type == "cpu":
+        return "interpreter"
+    return "amd" if torch.version.hip else "nvidia"
+
+
+def programs(tensor: torch.Tensor) -> int:
+    """Programs to start: one a multiprocessor; a few under the interpreter."""
+    if tensor.device.type == "cpu":
+        return 3
+    return torch.cuda.get_device_properties(tensor.device).multi_processor_count

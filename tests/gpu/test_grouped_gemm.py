@@ -1,0 +1,201 @@
+"""The grouped GEMM kernels on a GPU against the oracle: each gradient, every kind of group, memory full of NaN."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from tests.poison import poisoned_memory, relative_error  # noqa: F401 (a fixture for every test here)
+
+from maniple.errors import UserError
+from maniple.kernels import registry
+from maniple.kernels.grouped_gemm import grouped_gemm, reference
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what the oracle's products need to be deterministic
+
+# bf16 keeps 8 bits: a result rounded once is off by about 2^-9 / sqrt(3) of each value, 1.1e-3 in the mean
+BOUND = 1.8e-3
+SIZES = {
+    "even": [64, 64, 64, 64],
+    "unaligned": [5, 0, 130, 1, 77, 64],
+    "first empty": [0, 100, 28],
+    "last empty": [100, 28, 0],
+    "all empty": [0, 0, 0],
+    "one group": [200],
+    "one row": [0, 1, 0],
+    "skewed": [1, 1, 1500, 3, 0, 2],
+}
+SHAPES = [(2880, 200), (200, 2880), (136, 768), (768, 136), (512, 512), (64, 8), (2880, 2880)]
+
+
+def implementations() -> list[str]:
+    """What a GPU machine can run; named one by one, so that a machine without Hopper says what it left out."""
+    return ["triton", "hopper"]
+
+
+@pytest.fixture(params=implementations())
+def kernels(request) -> str:
+    try:
+        registry.select("grouped_gemm", "bf16", "cuda", request.param)
+    except UserError as error:
+        pytest.skip(str(error))
+    return request.param
+
+
+def case(sizes, n, k, *, tail=50, layout="nk", rms=1.0, seed=0):
+    """x, w, ends, bias, scale and a gradient of the result on the GPU; NaN in every tail."""
+    g = torch.Generator("cuda").manual_seed(seed)
+    used = sum(sizes)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=g, device="cuda").mul_(rms).bfloat16()
+
+    x_SK, grad_SN, scale_S = random(used + tail, k), random(used + tail, n), random(used + tail).float()
+    for tensor in (x_SK, grad_SN, scale_S):
+        tensor[used:] = torch.nan
+    w_G = random(len(sizes), *((n, k) if layout == "nk" else (k, n)))
+    ends_G = torch.tensor(sizes).cumsum(0).to("cuda", torch.int32)
+    return x_SK, w_G, ends_G, random(len(sizes), n), scale_S, grad_SN
+
+
+def check(kernels, sizes, n, k, *, bias=False, layout="nk", rms=1.0):
+    x_SK, w_G, ends_G, bias_GN, scale_S, grad_SN = case(sizes, n, k, layout=layout, rms=rms)
+    used = sum(sizes)
+    inputs = {"x": x_SK, "w": w_G} | ({"bias": bias_GN, "scale": scale_S} if bias else {})
+    results = {}
+    for name in (kernels, "reference"):
+        leaves = {key: tensor.clone().requires_grad_() for key, tensor in inputs.items()}
+        for _ in range(2):  # a second backward meets recycled memory
+            out = grouped_gemm(
+                leaves["x"],
+                leaves["w"],
+                ends_G,
+                bias_GN=leaves.get("bias"),
+                bias_scale_S=leaves.get("scale"),
+                layout=layout,
+                kernels=name,
+            )
+            grads = torch.autograd.grad(out, list(leaves.values()), grad_SN)
+        results[name] = {"out": out[:used]} | {
+            key: grad[:used] if key in ("x", "scale") else grad for key, grad in zip(leaves, grads, strict=True)
+        }
+    for key, wanted in results["reference"].items():
+        got = results[kernels][key]
+        assert got.dtype == wanted.dtype
+        assert got.isfinite().all(), key
+        if wanted.numel():
+            assert relative_error(got, wanted) <= BOUND, key
+    for g, size in enumerate(sizes):
+        if size == 0:
+            assert (results[kernels]["w"][g] == 0).all()
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+def test_every_kind_of_group(kernels, sizes, layout):
+    check(kernels, sizes, 384, 320, layout=layout)
+    check(kernels, sizes, 384, 320, layout=layout, bias=True)
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_shapes(kernels, n, k):
+    for layout in ("nk", "kn"):
+        check(kernels, [70, 0, 61, 260], n, k, layout=layout, bias=True)
+
+
+@pytest.mark.parametrize("rms", [1e-3, 1e-6, 1e-10])
+def test_small_numbers(kernels, rms):
+    check(kernels, [70, 0, 61], 384, 320, rms=rms)
+
+
+def test_every_size_of_a_group(kernels):
+    check(kernels, list(range(131)), 128, 64)
+
+
+def test_the_same_inputs_give_the_same_bits(kernels):
+    x_SK, w_G, ends_G, _, _, grad_SN = case([300, 0, 41, 700], 512, 256)
+    x_SK.requires_grad_(), w_G.requires_grad_()
+    runs = []
+    for _ in range(3):
+        out = grouped_gemm(x_SK, w_G, ends_G, kernels=kernels)
+        runs.append([out[:1041].detach(), *torch.autograd.grad(out, [x_SK, w_G], grad_SN)])
+    for run in runs[1:]:
+        assert torch.equal(run[0], runs[0][0])
+        assert torch.equal(run[1][:1041], runs[0][1][:1041])
+        assert torch.equal(run[2], runs[0][2])
+
+
+def test_rows_past_the_groups_are_left_or_zeroed(kernels):
+    x_SK, w_G, ends_G, *_ = case([70, 0, 61], 256, 128, tail=90)
+    assert grouped_gemm(x_SK, w_G, ends_G, kernels=kernels)[131:].isnan().all()
+    out = grouped_gemm(x_SK, w_G, ends_G, kernels=kernels, zero_tail=True)
+    assert (out[131:] == 0).all()
+    assert out.isfinite().all()
+
+
+def test_weight_gradients_accumulate_in_main_grad_once_a_micro_batch(kernels):
+    x_SK, w_G, ends_G, _, _, grad_SN = case([200, 0, 333], 384, 256)
+    w_G = torch.nn.Parameter(w_G)
+    w_G.main_grad = torch.full(w_G.shape, 1000.0, device="cuda")
+    w_G.grad_added_to_main_grad = False
+    for _ in range(3):
+        grouped_gemm(x_SK, w_G, ends_G, fuse_wgrad_accumulation=True, kernels=kernels).backward(grad_SN)
+        w_G.grad = None
+    once = reference.wgrad(x_SK.float(), grad_SN.float(), ends_G)
+    assert relative_error(w_G.main_grad - 1000, 3 * once) < 1e-4
+    assert (w_G.main_grad[1] == 1000).all()
+
+
+def test_the_last_expert_beyond_2_to_31_elements(kernels):
+    sizes, n, k = [0] * 62 + [128, 130], 14336, 4096  # 3.76e9 weights, 7.5 GB
+    assert len(sizes) * n * k > 2**31
+    used = sum(sizes)
+    w_G = torch.zeros(len(sizes), n, k, device="cuda", dtype=torch.bfloat16)
+    w_G[-1] = torch.randn(n, k, device="cuda") / k**0.5
+    x_SK, grad_SN = (torch.randn(used, size, device="cuda").bfloat16() for size in (k, n))
+    ends_G = torch.tensor(sizes).cumsum(0).to("cuda", torch.int32)
+    fn = registry.use("grouped_gemm", "bf16", "cuda", kernels)
+    out = fn.forward(x_SK, w_G, ends_G)
+    assert relative_error(out[128:], x_SK[128:].float() @ w_G[-1].float().t()) < BOUND * 1.5
+    assert (out[:128] == 0).all()
+    dx = fn.dgrad(grad_SN, w_G, ends_G)
+    assert relative_error(dx[128:], grad_SN[128:].float() @ w_G[-1].float()) < BOUND * 1.5
+    dw = fn.wgrad(x_SK, grad_SN, ends_G)
+    assert relative_error(dw[-1], grad_SN[128:].float().t() @ x_SK[128:].float()) < BOUND * 1.5
+    assert not dw[:62].any()
+
+
+def test_rows_beyond_2_to_31_elements(kernels):
+    rows, n, k = 524_416, 4096, 128
+    x_SK = torch.randn(rows, k, device="cuda").bfloat16()
+    w_G = torch.randn(2, n, k, device="cuda").bfloat16() / k**0.5
+    ends_G = torch.tensor([17, rows], device="cuda", dtype=torch.int32)
+    fn = registry.use("grouped_gemm", "bf16", "cuda", kernels)
+    out = fn.forward(x_SK, w_G, ends_G)
+    assert out.numel() > 2**31
+    for part in (slice(0, 17), slice(rows - 300, rows)):
+        wanted = x_SK[part].float() @ w_G[0 if part.start == 0 else 1].float().t()
+        assert relative_error(out[part], wanted) < BOUND * 1.5
+    dx = fn.dgrad(out, w_G, ends_G)
+    assert relative_error(dx[-300:], out[-300:].float() @ w_G[1].float()) < BOUND * 1.5
+
+
+def test_strided_operands(kernels):
+    if kernels == "hopper":
+        with pytest.raises(UserError, match="multiples of 16 bytes"):
+            grouped_gemm(*case([20], 64, 65)[:3], kernels=kernels)
+        return
+    x_SK, w_G, ends_G, *_ = case([20, 33], 66, 71)
+    wide = torch.full((x_SK.shape[0], 143), torch.nan, device="cuda", dtype=torch.bfloat16)
+    wide[:, 1::2] = x_SK
+    out = grouped_gemm(wide[:, 1::2], w_G.transpose(1, 2).contiguous().transpose(1, 2), ends_G, kernels=kernels)
+    assert relative_error(out[:53], reference.forward(x_SK, w_G, ends_G)[:53]) < BOUND
+
+
+def test_the_best_that_serves_the_operands_is_taken():
+    x_SK, w_G, *_ = case([20, 33], 64, 64)
+    best = registry.select("grouped_gemm", "bf16", "cuda", None, (x_SK, w_G, "nk")).name
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    assert best == ("hopper" if hopper else "triton")
+    assert registry.select("grouped_gemm", "bf16", "cuda", None, (x_SK.float(), w_G.float(), "nk")).name == "triton"
