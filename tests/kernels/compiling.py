@@ -66,7 +66,8 @@ def spills(target: str, compiled) -> int:
         found = re.findall(r"\.(?:vgpr|sgpr)_spill_count:\s+(\d+)", compiled.asm["amdgcn"])
         assert found, "the assembly names no spill counts"
         return 4 * sum(map(int, found))
-    return _usage(compiled)["LOCAL"]
+    usage = _usage(compiled)
+    return usage["LOCAL"] + usage["STACK"]  # a kernel without calls has a stack for spilled registers only
 
 
 def _usage(compiled) -> dict[str, int]:

@@ -24,6 +24,7 @@ from maniple.kernels import registry
 from maniple.kernels.grouped_gemm import grouped_gemm, reference
 from maniple.kernels.grouped_gemm import triton as portable
 
+pytestmark = pytest.mark.timeout(300)  # hypothesis runs dozens of interpreted kernels in one test
 assert triton.knobs.runtime.interpret, "run through test_interpreted.py"
 registry.register("grouped_gemm", "interpreted", {"bf16"}, {"cpu"}, portable, preference=-1)
 

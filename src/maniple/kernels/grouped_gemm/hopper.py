@@ -278,6 +278,16 @@ def _zero_from(tile, row, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
+def _add(out_ptr, values, g, a0, b0, A, B, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    rows = a0 + gl.arange(0, ROWS, gl.SliceLayout(1, MMA))
+    columns = b0 + gl.arange(0, COLUMNS, gl.SliceLayout(0, MMA))
+    ptrs = out_ptr + (gl.cast(g, gl.int64) * A + rows.to(gl.int64)[:, None]) * B + columns[None, :]
+    inside = (rows < A)[:, None] & (columns < B)[None, :]
+    gl.store(ptrs, gl.convert_layout(values, MMA) + gl.load(ptrs, mask=inside, other=0.0), mask=inside)
+
+
+@gluon.jit
 def _compute_wgrad(
     out_desc,
     out_ptr,
@@ -334,11 +344,10 @@ def _compute_wgrad(
         mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1, pred=start < end)
         if ACCUMULATE:
             if start < end:
-                rows = a0 + gl.arange(0, ROWS // 2, gl.SliceLayout(1, MMA))
-                columns = b0 + gl.arange(0, COLUMNS, gl.SliceLayout(0, MMA))
-                ptrs = out_ptr + (gl.cast(g, gl.int64) * A + rows.to(gl.int64)[:, None]) * B + columns[None, :]
-                inside = (rows < A)[:, None] & (columns < B)[None, :]
-                gl.store(ptrs, acc + gl.load(ptrs, mask=inside, other=0.0), mask=inside)
+                # half the columns at a time, so that what is there already finds registers
+                left, right = acc.reshape((ROWS // 2, 2, COLUMNS // 2)).permute((0, 2, 1)).split()
+                _add(out_ptr, left, g, a0, b0, A, B, ROWS // 2, COLUMNS // 2)
+                _add(out_ptr, right, g, a0, b0 + COLUMNS // 2, A, B, ROWS // 2, COLUMNS // 2)
         else:
             staged = out_smem.index(HALF)
             tma.store_wait(0)

@@ -114,6 +114,17 @@ def rows_kernel(
 
 
 @triton.jit
+def add(out_ptr, values, a0, b0, A, B, out_a, out_b, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Adds a tile to the matrix `[A, B]` at `out_ptr`."""
+    in_a = a0 + tl.arange(0, ROWS)
+    in_b = b0 + tl.arange(0, COLUMNS)
+    ptrs = out_ptr + in_a.to(tl.int64)[:, None] * out_a + in_b.to(tl.int64)[None, :] * out_b
+    inside = (in_a < A)[:, None] & (in_b < B)[None, :]
+    sums = values + tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
+    tl.store(ptrs, sums.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def wgrad_kernel(
     a_ptr,
     b_ptr,
@@ -170,13 +181,16 @@ def wgrad_kernel(
             a = tl.load(a_cols + rows * a_row, mask=(left < end)[:, None] & (in_a < A)[None, :], other=0.0)
             b = tl.load(b_cols + rows * b_row, mask=(left < end)[:, None] & (in_b < B)[None, :], other=0.0)
             acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
-        if not ACCUMULATE or start < end:
-            ptrs = out_ptr + tl.cast(g, tl.int64) * out_group
-            ptrs += in_a.to(tl.int64)[:, None] * out_a + in_b.to(tl.int64)[None, :] * out_b
-            inside = (in_a < A)[:, None] & (in_b < B)[None, :]
-            if ACCUMULATE:
-                acc += tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
-            tl.store(ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
+        out_g = out_ptr + tl.cast(g, tl.int64) * out_group
+        if ACCUMULATE:
+            if start < end:
+                # half the columns at a time, so that what is there already finds registers
+                left, right = acc.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
+                add(out_g, left, a0, b0, A, B, out_a, out_b, ROWS, COLUMNS // 2)
+                add(out_g, right, a0, b0 + COLUMNS // 2, A, B, out_a, out_b, ROWS, COLUMNS // 2)
+        else:
+            ptrs = out_g + in_a.to(tl.int64)[:, None] * out_a + in_b.to(tl.int64)[None, :] * out_b
+            tl.store(ptrs, acc.to(out_ptr.dtype.element_ty), mask=(in_a < A)[:, None] & (in_b < B)[None, :])
 
 
 @triton.jit

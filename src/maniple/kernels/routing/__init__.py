@@ -17,14 +17,22 @@ registry.register("routing", "reference", {"bf16"}, registry.ANY_DEVICE, referen
 
 
 def route(
-    logits_TE: torch.Tensor, spec: RouterSpec, bias_E: torch.Tensor | None = None, *, kernels: str | None = None
+    logits_TE: torch.Tensor,
+    spec: RouterSpec,
+    bias_E: torch.Tensor | None = None,
+    *,
+    ids_TK: torch.Tensor | None = None,
+    kernels: str | None = None,
 ) -> Routing:
-    """Chooses `spec.topk` experts for each token: see `reference.route`. `kernels` names an implementation.
+    """Chooses `spec.topk` experts for each token, or takes those of `ids_TK`: see `reference.route`. `kernels` names an
+    implementation.
 
-    Raises ValueError where logits or bias do not have `spec.num_experts` columns.
+    Raises ValueError where logits or bias do not have `spec.num_experts` columns, or ids are not int64 `[T, topk]`.
     """
     if logits_TE.dim() != 2 or logits_TE.shape[1] != spec.num_experts:
         raise ValueError(f"route needs logits [T, {spec.num_experts}], not {list(logits_TE.shape)}")
     if bias_E is not None and (bias_E.shape != (spec.num_experts,) or bias_E.dtype != torch.float32):
         raise ValueError(f"the expert bias is fp32 [{spec.num_experts}], not {bias_E.dtype} {list(bias_E.shape)}")
-    return registry.use("routing", "bf16", logits_TE.device.type, kernels)(logits_TE, spec, bias_E)
+    if ids_TK is not None and (ids_TK.shape != (logits_TE.shape[0], spec.topk) or ids_TK.dtype != torch.int64):
+        raise ValueError(f"ids are int64 [{logits_TE.shape[0]}, {spec.topk}], not {ids_TK.dtype} {list(ids_TK.shape)}")
+    return registry.use("routing", "bf16", logits_TE.device.type, kernels)(logits_TE, spec, bias_E, ids_TK)

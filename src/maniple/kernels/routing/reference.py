@@ -78,7 +78,12 @@ class Routing:
         return flat.scatter_add_(0, bins_TK.flatten(), ones_TK.flatten()).view(sequences, experts)
 
 
-def route(logits_TE: torch.Tensor, spec: RouterSpec, bias_E: torch.Tensor | None = None) -> Routing:
+def route(
+    logits_TE: torch.Tensor,
+    spec: RouterSpec,
+    bias_E: torch.Tensor | None = None,
+    ids_TK: torch.Tensor | None = None,
+) -> Routing:
     """Chooses K experts for each token. Any float logits; fp32 bias `[E]` or None.
 
     1. Logits are cast to fp32 before anything else.
@@ -94,6 +99,8 @@ def route(logits_TE: torch.Tensor, spec: RouterSpec, bias_E: torch.Tensor | None
        their sigmoid.
     7. `renormalize` divides a token's weights by their sum + 1e-20; then all are multiplied by `route_scale`.
 
+    With `ids_TK` (int64 `[T, K]`) steps 3 to 5 are left out: the choice is one that was made before.
+
     `scores_TE` is softmax over all experts, or sigmoid divided by its sum + 1e-20, whatever `score_before_topk` says.
     A token with a NaN logit has NaN weights (softmax; where it chose the NaN, sigmoid) and ids in range. At least one
     logit must be finite for a softmax without NaN. No step waits for the device.
@@ -101,7 +108,8 @@ def route(logits_TE: torch.Tensor, spec: RouterSpec, bias_E: torch.Tensor | None
     logits_TE = logits_TE.float()
     scores_TE = logits_TE.softmax(-1) if spec.score == "softmax" else logits_TE.sigmoid()
     basis_TE = scores_TE if spec.score_before_topk else logits_TE
-    ids_TK = _choose(basis_TE.detach() if bias_E is None else basis_TE.detach() + bias_E, spec)
+    if ids_TK is None:
+        ids_TK = _choose(basis_TE.detach() if bias_E is None else basis_TE.detach() + bias_E, spec)
     chosen_TK = basis_TE.gather(1, ids_TK)
     if not spec.score_before_topk:
         chosen_TK = chosen_TK.softmax(-1) if spec.score == "softmax" else chosen_TK.sigmoid()
