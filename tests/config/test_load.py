@@ -243,7 +243,10 @@ def test_numbers_of_yaml_1_2():
 
 
 def test_text_that_looks_like_something_else():
-    config = load(None, ["data.split=949,50,1", "checkpoint.resume=2024-01-01", "train.sample_prompt='def '"]).config
+    config = load(
+        None,
+        ["data.source=megatron", "data.split=949,50,1", "checkpoint.resume=2024-01-01", "train.sample_prompt='def '"],
+    ).config
     assert config.data.split == "949,50,1"
     assert config.checkpoint.resume == "2024-01-01"
     assert config.train.sample_prompt == "def "
@@ -297,3 +300,62 @@ def test_a_huge_file_is_not_read(tmp_path):
     path.write_text("name: a\n#" + "x" * (1 << 20))
     assert refusal(path) == f"{path}: larger than 1 MiB, so no job file; give the path of a YAML file"
     assert "larger than 1 MiB" in refusal(Path("/dev/zero"))  # endless
+
+
+@pytest.mark.parametrize(
+    ("text", "sets", "message"),
+    [
+        ("data: {split: '9,1,0'}", [], r"job\.yaml:1: data\.split is read with data\.source megatron only, not python"),
+        ("data: {source: synthetic, split: '9,1,0'}", [], "megatron only, not synthetic"),
+        ("data: {source: megatron, validation: [a], split: '9,1,0'}", [], "data.validation is given"),
+        ("data: {source: synthetic, corpus_bytes: 9}", [], "data.corpus_bytes is read with data.source python only"),
+        ("name: x", ["data.split=9,1,0"], "command line: data.split is read"),
+        ("data: {source: megatron}", ["data.source=synthetic", "data.split=9,1,0"], "command line: data.split"),
+    ],
+)
+def test_a_key_that_would_not_be_read_is_refused(tmp_path, text, sets, message):
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message) as caught:
+        load(path, sets)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "sets"),
+    [
+        ("data: {source: megatron, split: '9,1,0'}", []),
+        ("data: {source: megatron, split: '9,1,0'}", ["data.source=synthetic"]),  # the command line knows of the file
+        ("data: {corpus_bytes: 1000}", ["data.source=synthetic"]),
+        ("data: {source: megatron, split: '9,1,0'}", ["data.validation=[a]"]),
+    ],
+)
+def test_what_a_later_layer_makes_idle_is_left_alone(tmp_path, text, sets):
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    load(path, sets)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["1:30", "190:20:30", "1:30.5", "012", "0777", "00", "00.5", "2024_01", "1_0", "1__000", "1_", "12_34.5", "0b1_0"],
+)
+def test_numbers_that_do_not_mean_what_they_look_like_are_refused(text):
+    with pytest.raises(UserError, match="in more than one way") as caught:
+        load(None, [f"train.max_minutes={text}"])
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert load(None, [f"train.sample_prompt='{text}'"]).config.train.sample_prompt == text  # in quotes it is text
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1_000", 1000), ("12_000_000", 12_000_000), ("0x10", 16), ("0b11", 3), ("+7", 7), ("90", 90)]
+)
+def test_numbers_that_mean_what_they_look_like(text, value):
+    assert load(None, [f"train.steps={text}"]).config.train.steps == value
+
+
+@pytest.mark.parametrize("text", ["08", "0o17", "1.5", "yes", "1e3x"])
+def test_what_is_no_whole_number_is_refused_as_one(text):
+    with pytest.raises(UserError, match=r"train\.steps: expected a whole number"):
+        load(None, [f"train.steps={text}"])

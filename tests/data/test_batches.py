@@ -86,9 +86,9 @@ def test_global_random_state_is_left_alone():
     assert torch.equal(torch.rand(2), expected)
 
 
-@pytest.mark.parametrize(("micro", "rank", "size", "start"), [(5, 0, 1, 0), (1, 0, 5, 0), (2, 0, 1, 6), (2, 2, 2, 0)])
+@pytest.mark.parametrize(("micro", "rank", "size", "start"), [(5, 0, 1, 0), (1, 0, 5, 0), (2, 0, 1, -1), (2, 2, 2, 0)])
 def test_sizes_that_do_not_fit(micro, rank, size, start):
-    with pytest.raises(ValueError, match=r"rank|multiple"):
+    with pytest.raises(ValueError, match=r"rank|multiple|negative"):
         rows(micro, rank, size, start)
 
 

@@ -1,17 +1,19 @@
 import json
 import math
 from collections import Counter
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.data.pairs import write_pair
 
 from maniple.config.schema import TrainConfig
 from maniple.data import sources
 from maniple.data.corpus import is_validation, read_corpus
 from maniple.data.indexed import open_indexed
 from maniple.data.prepare import prepare
-from maniple.data.sources import parse_blend, prepare_source, publish, split_bounds, wait_until_visible
+from maniple.data.sources import check_files, prepare_source, publish, split_bounds, wait_until_visible
 from maniple.errors import UserError
 
 
@@ -33,39 +35,6 @@ def dataset(tmp_path, tokenizer, write_lines):
         return str(tmp_path / name)
 
     return make
-
-
-@pytest.mark.parametrize(
-    ("items", "pairs"),
-    [
-        (["a"], [("a", None)]),
-        (["a", "b"], [("a", None), ("b", None)]),
-        (["0.7", "a", "0.3", "dir/b"], [("a", 0.7), ("dir/b", 0.3)]),
-        (["2", "a.bin"], [("a", 2.0)]),
-        (["a.idx"], [("a", None)]),
-    ],
-)
-def test_blend(items, pairs):
-    assert parse_blend(items, "data.train") == pairs
-
-
-@pytest.mark.parametrize(
-    "items",
-    [
-        ["0.7", "a", "b"],
-        ["a", "0.3", "b"],
-        ["0.7", "0.3", "a", "b"],
-        ["a", "0.7"],
-        ["0", "a", "1", "b"],
-        ["-1", "a"],
-        ["nan", "a"],
-        ["inf", "a"],
-    ],
-)
-def test_bad_blend_is_one_line(items):
-    with pytest.raises(UserError, match=r"data\.train: ") as caught:
-        parse_blend(items, "data.train")
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("documents", [1, 7, 100, 12_345])
@@ -133,6 +102,66 @@ def test_bad_megatron_sources(tmp_path, tokenizer, dataset):
         with pytest.raises(UserError, match=message) as caught:
             alone(config(source="megatron", **data), tmp_path)
         assert "\n" not in str(caught.value)
+
+
+def test_blends_that_cannot_be_are_one_line(tmp_path, tokenizer, dataset):
+    a, b, tiny = dataset("a"), dataset("b"), dataset("tiny", 1)
+    empty = tmp_path / "empty"
+    write_pair(tmp_path, [], name="empty")
+    for train, message in [
+        (["1", a, "1", a], "is listed twice"),
+        (["1", a, "1", str(tmp_path / "x" / ".." / "a")], "is listed twice"),
+        (["1", a, "1", tiny], "shorter than one sequence"),
+        (["1", a, "1", str(empty)], "holds no documents"),
+        (["0", a, "1", b], "must be a positive number"),
+        (["1", a, "1e9", b], r"a would give less than one sample in 1,048,576"),
+    ]:
+        with pytest.raises(UserError, match=message) as caught:
+            alone(config(source="megatron", train=train, validation=[a], tokenizer=tokenizer.name), tmp_path)
+        assert "\n" not in str(caught.value)
+
+
+def test_twenty_datasets(tmp_path, tokenizer, dataset):
+    prefixes = [dataset(f"d{index}", 10 + index) for index in range(20)]
+    items = [item for index, prefix in enumerate(prefixes) for item in (str(index + 1), prefix)]
+    source = alone(config(source="megatron", train=items, validation=[prefixes[0]], tokenizer=tokenizer.name), tmp_path)
+    assert [part.weight for part in source.train] == [Fraction(index + 1, 210) for index in range(20)]
+
+
+def test_what_is_missing_is_known_before_the_start(tmp_path, tokenizer, dataset):
+    a = dataset("a")
+    good = {"source": "megatron", "train": [a], "tokenizer": tokenizer.name}
+    check_files(config(**good).data)
+    check_files(config(source="synthetic").data)
+    for change, message in [
+        ({"train": []}, r"needs data\.train"),
+        ({"tokenizer": None}, r"needs data\.tokenizer"),
+        ({"tokenizer": str(tmp_path / "absent.json")}, "absent.json"),
+        ({"train": [str(tmp_path / "absent")]}, "absent.idx and absent.bin not found"),
+        ({"validation": [str(tmp_path / "absent")]}, "absent.idx and absent.bin not found"),
+        ({"train": ["0.5", a, a]}, "give every prefix a weight"),
+    ]:
+        with pytest.raises(UserError, match=message) as caught:
+            check_files(config(**good | change).data)
+        assert "\n" not in str(caught.value)
+
+
+def test_only_the_writer_reads_whole_indices_and_before_the_others_start(tmp_path, tokenizer, dataset, monkeypatch):
+    calls = []
+    opened = sources.open_indexed
+
+    def noted(prefix, **options):
+        calls.append(bool(options.get("thorough")))
+        return opened(prefix, **options)
+
+    monkeypatch.setattr(sources, "open_indexed", noted)
+    job = config(source="megatron", train=[dataset()], split="80,20,0", tokenizer=tokenizer.name)
+    prepare_source(job, tmp_path, is_writer=True, barrier=lambda: calls.append("barrier"))
+    assert calls[:2] == [True, "barrier"]
+    calls.clear()
+    prepare_source(job, tmp_path, is_writer=False, barrier=lambda: calls.append("barrier"))
+    assert calls[0] == "barrier"
+    assert True not in calls
 
 
 def test_dataset_of_another_tokenizer_is_refused(tmp_path, tokenizer, dataset):

@@ -73,8 +73,31 @@ def load(path: Path | None, overrides: list[str] | tuple[str, ...] = ()) -> Load
     except ValidationError as error:
         raise UserError(f"{path or 'command line'}: {explained(error)}") from None
     origins = merged.origins()
+    _refuse_unread(config, origins)
     effective = _leaves(config.model_dump(mode="json"), TrainConfig)
     return Loaded(config, {key: origins.get(key, Origin("default")) for key, _ in effective})
+
+
+_RANKS = {"default": 0, "preset": 1, "file": 2, "cli": 3}
+
+
+def _refuse_unread(config: TrainConfig, origins: dict[str, Origin]) -> None:
+    """UserError for a key of `data` that somebody set and the job would not read.
+
+    Not if what makes it idle was set by somebody who knew of it: the command line overrules a file, a file a preset.
+    """
+    data = config.data
+    only_split = "cuts data.train into parts, and data.validation is given: leave one of them out"
+    idle = [
+        ("split", data.source != "megatron", "source", f"is read with data.source megatron only, not {data.source}"),
+        ("split", bool(data.validation), "validation", only_split),
+        ("corpus_bytes", data.source != "python", "source", f"is read with data.source python only, not {data.source}"),
+    ]
+    for name, is_idle, by, why in idle:
+        origin = origins.get(f"data.{name}")
+        cause = origins.get(f"data.{by}", Origin("default"))
+        if is_idle and origin is not None and _RANKS[origin.kind] >= _RANKS[cause.kind]:
+            raise UserError(f"{origin.source or origin}: data.{name} {why}")
 
 
 def presets() -> list[str]:

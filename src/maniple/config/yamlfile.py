@@ -2,7 +2,8 @@
 
 A stricter reading than PyYAML's safe one, because a job file decides what a thousand GPUs do: a repeated key, an alias
 or merge key (`extends` is the way to share) and a key that is not text are errors; dates stay text; and `1e-3` is a
-number, as in YAML 1.2, where PyYAML makes it text.
+number, as in YAML 1.2, where PyYAML makes it text. Numbers that YAML 1.1 means otherwise than they look (`1:30` is 90,
+`012` is 10, `2024_01` is 202401) are errors; `1_000_000`, `0x10` and `0b1` are what they look like.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import yaml
 from maniple.errors import UserError
 
 _FLOAT = "tag:yaml.org,2002:float"
+_INT = "tag:yaml.org,2002:int"
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
 _MERGE = "tag:yaml.org,2002:merge"
+_LOOKS_OTHERWISE = re.compile(r"[-+]?0[0-9_]|.*:|.*_(?![0-9]{3}(?![0-9]))|[-+]?([0-9]{4,}|)_")
 _LARGEST = 1 << 20  # bytes of a job file: far past any, and a wrong path (a dataset, /dev/zero) costs no memory
 
 
@@ -36,6 +39,17 @@ class _Loader(yaml.SafeLoader):
             mark = self.peek_event().start_mark
             raise yaml.composer.ComposerError(None, None, "aliases (*name) are not read here; use extends", mark)
         return super().compose_node(parent, index)
+
+    def construct_number(self, node):
+        text = node.value
+        if _LOOKS_OTHERWISE.match(text):
+            raise yaml.constructor.ConstructorError(
+                None,
+                None,
+                f"{text} is read as a number in more than one way: write it plainly, or in quotes if it is text",
+                node.start_mark,
+            )
+        return self.construct_yaml_float(node) if node.tag == _FLOAT else self.construct_yaml_int(node)
 
     def construct_mapping(self, node, deep=False):
         seen: set[str] = set()
@@ -56,6 +70,8 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != _TIMESTAMP]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+for _tag in (_INT, _FLOAT):
+    _Loader.add_constructor(_tag, _Loader.construct_number)
 _Loader.add_implicit_resolver(_FLOAT, re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))
 
 

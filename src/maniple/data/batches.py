@@ -1,17 +1,22 @@
 """Batches of one data-parallel rank, in an order that a restart can pick up and that no layout changes.
 
-Sample i of the dataset belongs to optimizer step i // global_batch_size, whatever the number of ranks. Inside a step,
-micro-step m covers micro_batch_size x data_parallel_size consecutive samples, of which rank r takes the r-th
-micro_batch_size: what Megatron-LM's sequential pretraining sampler does. (Datasets shuffle themselves.)
+A step reads the next global_batch_size samples of the dataset, whatever the number of ranks. Inside a step, micro-step
+m covers micro_batch_size x data_parallel_size consecutive samples, of which rank r takes the r-th micro_batch_size, as
+Megatron-LM's sequential pretraining sampler has it. (Datasets shuffle themselves.)
 """
 
 from __future__ import annotations
 
+import signal
+import traceback
 from collections.abc import Iterator, Sized
-from typing import cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
+
+from maniple.errors import UserError
 
 _KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
@@ -31,48 +36,119 @@ class ConsecutiveSampler(Sampler[list[int]]):
             yield list(range(first + self._shift, first + self._shift + self._count))
 
 
-def iterate(
-    dataset: Dataset,
-    *,
-    start_sample: int,
-    micro_batch_size: int,
-    data_parallel_rank: int,
-    data_parallel_size: int,
-    global_batch_size: int,
-    num_workers: int = 0,
-    pin_memory: bool = False,
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Micro-batches from `start_sample` (= steps done x global_batch_size) to the end of `dataset`.
+class Batches:
+    """The micro-batches of one rank; each `iter` starts over at `start_sample` and ends with `dataset`.
 
     Each is a dict of tensors [micro_batch_size, sequence_length]: tokens, labels, position_ids (int64) and loss_mask
-    (float32). num_workers: loader processes; 0 reads in this one. Neither torch's nor NumPy's global random state is
-    touched. Raises ValueError for sizes that do not fit together.
+    (float32). num_workers: loader processes, kept from one iteration to the next; 0 reads in this one. Neither torch's
+    nor NumPy's global random state is touched. Raises ValueError for sizes that do not fit together; iterating raises
+    UserError for data that cannot be read, in the same words whichever process read it, and RuntimeError, in one line,
+    for a loader process that died.
     """
-    step = micro_batch_size * data_parallel_size
-    if global_batch_size % step:
-        raise ValueError(
-            f"global_batch_size {global_batch_size} is not a multiple of micro_batch_size {micro_batch_size} x "
-            f"data-parallel size {data_parallel_size}"
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        start_sample: int,
+        micro_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        global_batch_size: int,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        step = micro_batch_size * data_parallel_size
+        if global_batch_size % step:
+            raise ValueError(
+                f"global_batch_size {global_batch_size} is not a multiple of micro_batch_size {micro_batch_size} x "
+                f"data-parallel size {data_parallel_size}"
+            )
+        if start_sample < 0:
+            raise ValueError(f"start_sample {start_sample} is negative")
+        if not 0 <= data_parallel_rank < data_parallel_size:
+            raise ValueError(f"data-parallel rank {data_parallel_rank} is not below {data_parallel_size}")
+        sampler = ConsecutiveSampler(
+            len(cast(Sized, dataset)), start_sample, micro_batch_size, data_parallel_rank, data_parallel_size
         )
-    if start_sample % global_batch_size:
-        raise ValueError(f"start_sample {start_sample} is not a multiple of global_batch_size {global_batch_size}")
-    if not 0 <= data_parallel_rank < data_parallel_size:
-        raise ValueError(f"data-parallel rank {data_parallel_rank} is not below {data_parallel_size}")
-    sampler = ConsecutiveSampler(
-        len(cast(Sized, dataset)), start_sample, micro_batch_size, data_parallel_rank, data_parallel_size
-    )
-    loader = DataLoader(
-        dataset,
-        batch_sampler=sampler,
-        num_workers=num_workers,
-        collate_fn=_collate,
-        pin_memory=pin_memory,
-        # Else every new iterator would draw its seed from the global generator, and a validation in the middle of a
-        # run would change the dropout after it.
-        generator=torch.Generator().manual_seed(0),
-    )
-    return iter(loader)
+        self._loader = DataLoader(
+            _Reporting(dataset) if num_workers else dataset,
+            batch_sampler=sampler,
+            num_workers=num_workers,
+            collate_fn=_collate,
+            pin_memory=pin_memory,
+            persistent_workers=num_workers > 0,
+            worker_init_fn=_ignore_signals,
+            # Else every new iterator would draw its seed from the global generator, and a validation in the middle of
+            # a run would change the dropout after it.
+            generator=torch.Generator().manual_seed(0),
+        )
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        batches = iter(self._loader)
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except RuntimeError as error:  # what torch raises for a worker that is gone
+                if "DataLoader worker" not in str(error):
+                    raise
+                what = " ".join(str(error).split())
+                raise RuntimeError(
+                    f"data: a loader process died ({what}): out of memory? lower data.num_workers"
+                ) from None
+            if isinstance(batch, _Failure):
+                raise batch.error()
+            yield batch
 
 
-def _collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def iterate(dataset: Dataset, **options: Any) -> Iterator[dict[str, torch.Tensor]]:
+    """One pass over `Batches(dataset, **options)`."""
+    return iter(Batches(dataset, **options))
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What went wrong in a loader process. As a value: torch would raise it with its traceback for a message."""
+
+    message: str
+    is_users: bool
+    traceback: str
+
+    def error(self) -> Exception:
+        if self.is_users:
+            return UserError(self.message)
+        error = RuntimeError(f"data: {self.message}")
+        error.add_note(self.traceback)
+        return error
+
+
+class _Reporting(Dataset):
+    """A dataset whose faults come back as values."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, torch.Tensor]] | _Failure:
+        samples = []
+        for index in indices:
+            try:
+                samples.append(self.dataset[index])
+            except UserError as error:
+                return _Failure(str(error), True, "")
+            except Exception as error:
+                return _Failure(f"sample {index}: {type(error).__name__}: {error}", False, traceback.format_exc())
+        return samples
+
+
+def _ignore_signals(worker: int) -> None:
+    """SIGTERM and Ctrl-C ask a job to save and stop, and reach all its processes: a loader ends with its trainer."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _collate(samples: list[dict[str, torch.Tensor]] | _Failure) -> dict[str, torch.Tensor] | _Failure:
+    if isinstance(samples, _Failure):
+        return samples
     return {key: torch.stack([sample[key] for sample in samples]) for key in _KEYS}

@@ -1,35 +1,27 @@
-"""What the trainer reads: Megatron-Core's `GPTDataset`s over a prepared source.
+"""What the trainer reads: endless streams of samples over a prepared source, and blends of them.
 
-The datasets are Megatron-Core's own classes, built here rather than by its `BlendedMegatronDatasetBuilder`, which
-writes index files straight into the live cache and trusts whatever it finds there by name: a job killed in between
-leaves half an index for the next one, and two jobs that start at once write into each other's files. Here the index
-cache of a job is one folder, named after everything that its content depends on, written by one process and renamed
-when it is whole. Rounding of blends follows the builder.
+Not Megatron-Core's `GPTDataset`: its one shuffle over all samples that a job asks for depends on their number, so that
+a longer run reads in another order, and its index files are written straight into the live cache and believed by name.
+The files that hold the text are Megatron's own.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from maniple.config.schema import TrainConfig
-from maniple.data.batches import iterate
-from maniple.data.sources import Part, Source, prepare_source, publish, wait_until_visible
+from maniple.data.batches import Batches, iterate
+from maniple.data.blend import Blend, period_slots
+from maniple.data.packing import ENDLESS, PackedDataset
+from maniple.data.sources import Part, Source, prepare_source
 from maniple.data.synthetic import SyntheticDataset
 from maniple.errors import UserError
 
-__all__ = ["Source", "build_datasets", "iterate", "prepare_source"]
-
-# Blending picks a dataset's samples one by one and may take slightly more than its share.
-_BLEND_SURPLUS = 0.005
+__all__ = ["Batches", "Source", "build_datasets", "iterate", "prepare_source"]
 
 
 def build_datasets(
@@ -42,99 +34,63 @@ def build_datasets(
     barrier: Callable[[], object] = lambda: None,
     is_built_on_rank: Callable[[], bool] = lambda: True,
 ) -> tuple[Dataset | None, Dataset | None]:
-    """Training and validation dataset of at least so many samples, repeating the text as often as that takes.
+    """Training data without end, and `valid_samples` validation samples, repeating the text as often as that takes.
 
     A sample is a dict of tensors [sequence_length]: tokens, labels, position_ids (int64) and loss_mask (float32).
-    Order and content depend on seed, source and sample counts only. Every process calls this; `is_writer` is true for
-    global rank 0 alone, and `barrier` returns once all have called it. Processes for which `is_built_on_rank` is false
-    (those that need no tokens) get (None, None). Raises UserError if the cache cannot be written or seen.
+    Sample i depends on the datasets, their weights, seed and sequence length, and on nothing else. train_samples: what
+    the job means to read, for which the index cache is made ready. Every process calls this; `is_writer` is true for
+    one, and `barrier` returns once all have called it. Processes for which `is_built_on_rank` is false (those that need
+    no tokens) get (None, None). Raises UserError if the cache cannot be written.
     """
+    length, seed, vocab_size = config.data.sequence_length, config.train.seed, source.tokenizer.vocab_size
     if not source.train:
-        length, seed, vocab_size = config.data.sequence_length, config.train.seed, source.tokenizer.vocab_size
         if not is_built_on_rank():
             return None, None
         return (
-            SyntheticDataset(train_samples, length, vocab_size, seed, split=0),
+            SyntheticDataset(ENDLESS, length, vocab_size, seed, split=0),
             SyntheticDataset(valid_samples, length, vocab_size, seed, split=1),
         )
-    _require_helpers()
-    if is_writer and torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
-        raise ValueError("the writer must be global rank 0: Megatron-Core's datasets write their indices there only")
-    wanted = ((source.train, train_samples), (source.validation, valid_samples))
-    folder = source.cache_dir / "indices" / _identity(config, source, train_samples, valid_samples)
-    if is_writer and not folder.is_dir():
-        publish(folder, lambda partial: _open(config, source, wanted, partial))
+    cache = source.cache_dir / "indices"
+    streams = [
+        BlendedDataset(parts, length, vocab_size, seed=seed, split=split, cache=cache)
+        for parts, split in ((source.train, "train"), (source.validation, "validation"))
+        if is_writer or is_built_on_rank()
+    ]
+    if is_writer:
+        try:
+            for stream, samples in zip(streams, (train_samples, valid_samples), strict=True):
+                stream.build(samples)
+        except OSError as error:
+            raise UserError(f"cannot write the data cache {cache}: {error.strerror or error}") from error
     barrier()
-    wait_until_visible(folder)
     if not is_built_on_rank():
         return None, None
-    train, valid = _open(config, source, wanted, folder)
-    return train, valid
+    train, valid = streams
+    return train, Subset(valid, range(valid_samples))
 
 
-def _open(config: TrainConfig, source: Source, wanted: tuple, cache: Path) -> list[Any]:
-    """The datasets of both splits; indices come from `cache`, and are written there by rank 0 if it is empty."""
-    from megatron.core.datasets.blended_dataset import BlendedDataset
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-    from megatron.core.datasets.utils import Split
+class BlendedDataset(Dataset):
+    """Parts of indexed datasets in proportion to their weights; one part alone is a blend of one.
 
-    blends = [([part.prefix for part in parts], None) for parts, _ in wanted]
-    settings = GPTDatasetConfig(
-        random_seed=config.train.seed,
-        sequence_length=config.data.sequence_length,
-        blend_per_split=[*blends, None],
-        path_to_cache=str(cache),
-        tokenizer=source.tokenizer,
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
-    )
-    datasets: list[Any] = []
-    for split, (parts, samples) in zip((Split.train, Split.valid), wanted, strict=True):
-        share_sizes = [samples if len(parts) == 1 else math.ceil(samples * part.weight) for part in parts]
-        members = []
-        for part, size in zip(parts, share_sizes, strict=True):
-            size = size if len(parts) == 1 else math.ceil(size * (1 + _BLEND_SURPLUS))
-            documents = np.arange(part.first, part.stop, dtype=np.int32)
-            tokens = GPTDataset.build_low_level_dataset(part.prefix, settings)
-            members.append(GPTDataset(tokens, part.prefix, documents, size, split, settings))
-        if len(members) == 1:
-            datasets.append(members[0])
-        else:
-            datasets.append(BlendedDataset(members, [part.weight for part in parts], sum(share_sizes), settings))
-    return datasets
+    The samples of a part come in its own order, whatever else is in the blend.
+    """
 
+    def __init__(
+        self, parts: Sequence[Part], sequence_length: int, vocab_size: int, *, seed: int, split: str, cache: Path
+    ) -> None:
+        self.members = [
+            PackedDataset(part, sequence_length, vocab_size, seed=seed, split=split, cache=cache) for part in parts
+        ]
+        self.order = Blend(period_slots([part.weight for part in parts]))
 
-def _identity(config: TrainConfig, source: Source, train_samples: int, valid_samples: int) -> str:
-    def described(part: Part) -> list[Any]:
-        # Megatron-Core knows a dataset by its path; a dataset prepared anew at the same path is another one.
-        return [part.prefix, part.first, part.stop, part.weight, _content_mark(Path(part.prefix + ".idx"))]
+    def __len__(self) -> int:
+        return ENDLESS
 
-    everything = [
-        [described(part) for part in source.train],
-        [described(part) for part in source.validation],
-        [train_samples, valid_samples, config.train.seed, config.data.sequence_length],
-        source.tokenizer.unique_identifiers,
-    ]
-    return hashlib.sha256(json.dumps(everything).encode()).hexdigest()[:16]
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        member, sample = self.order(index)
+        return self.members[member][sample]
 
-
-def _content_mark(path: Path) -> str:
-    """Size and both ends of a file, hashed: tells a changed index without reading all of it."""
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        digest = hashlib.sha256(file.read(1 << 20))
-        file.seek(max(0, size - (1 << 20)))
-        digest.update(file.read())
-    return f"{size}-{digest.hexdigest()}"
-
-
-def _require_helpers() -> None:
-    try:
-        import megatron.core.datasets.helpers_cpp  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            f"megatron-core is installed without its compiled dataset helpers ({error}): reinstall it from a wheel, or "
-            "with a C++ compiler: pip install --force-reinstall --no-deps --no-binary megatron-core megatron-core"
-        ) from error
+    def build(self, samples: int) -> None:
+        """Write what the index cache lacks for the first `samples` samples. Raises OSError if it cannot be written."""
+        for member, dataset in enumerate(self.members):
+            dataset.build(self.order.count(member, samples))

@@ -12,17 +12,20 @@ import itertools
 import json
 import math
 import os
+import secrets
 import shutil
 import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 
 from maniple.config.schema import DataConfig, TrainConfig
+from maniple.data.blend import LONGEST_PERIOD, number, parse_blend, period_slots
 from maniple.data.corpus import Document, read_corpus
 from maniple.data.indexed import IndexedFile, open_indexed
 from maniple.data.prepare import prepare
@@ -38,13 +41,13 @@ _MAX_COUNTED_TOKENS = 1 << 24
 
 @dataclass(frozen=True)
 class Part:
-    """Documents `first` to `stop` of one dataset. weight: its share of the samples; a blend's weights add up to 1."""
+    """Documents `first` to `stop` of one dataset. weight: its share of the samples; a blend's add up to 1, exactly."""
 
     prefix: str
     first: int
     stop: int
     num_tokens: int
-    weight: float
+    weight: Fraction
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,22 @@ def prepare_source(config: TrainConfig, work_dir: Path, is_writer: bool, barrier
         return _synthetic_source(config, cache)
     if data.source == "python":
         return _python_source(data, cache, is_writer, barrier)
-    return _megatron_source(data, cache)
+    return _megatron_source(data, cache, is_writer, barrier)
+
+
+def check_files(data: DataConfig) -> None:
+    """What a look at the file system tells before a job starts: raises UserError for data that is not there.
+
+    Reads names, sizes and headers only.
+    """
+    if data.source != "megatron":
+        return
+    tokenizer = Path(_megatron_lists(data)).expanduser()
+    if not tokenizer.exists():
+        raise UserError(f"data.tokenizer {tokenizer} does not exist: give a tokenizer.json, or a folder that holds one")
+    for what, items in (("data.train", data.train), ("data.validation", data.validation)):
+        for prefix, _ in parse_blend(items, what):
+            open_indexed(_absolute(prefix))
 
 
 def wait_until_visible(path: Path, seconds: float = 60.0) -> None:
@@ -90,34 +108,12 @@ def wait_until_visible(path: Path, seconds: float = 60.0) -> None:
         time.sleep(0.1)
 
 
-def parse_blend(items: list[str], what: str) -> list[tuple[str, float | None]]:
-    """`[a, b]` or `[0.7, a, 0.3, b]` as (prefix, weight or None) pairs. UserError for anything between."""
-    pairs: list[tuple[str, float | None]] = []
-    weight: float | None = None
-    for item in items:
-        number = _number(item)
-        if number is not None and weight is None:
-            if not (number > 0 and math.isfinite(number)):
-                raise UserError(f"{what}: weight {item} must be a positive number")
-            weight = number
-        elif number is not None:
-            raise UserError(f"{what}: weight {item} follows a weight; write [0.7, PREFIX, 0.3, PREFIX]")
-        else:
-            pairs.append((item.removesuffix(".bin").removesuffix(".idx"), weight))
-            weight = None
-    if weight is not None:
-        raise UserError(f"{what}: no prefix follows the last weight; write [0.7, PREFIX, 0.3, PREFIX]")
-    if len({weight is None for _, weight in pairs}) > 1:
-        raise UserError(f"{what}: give every prefix a weight, or none")
-    return pairs
-
-
 def split_bounds(split: str, num_documents: int) -> list[tuple[int, int]]:
     """First and last document of train, validation and test, for proportions such as `949,50,1`.
 
     Rounds as Megatron-Core does, so that both cut a dataset at the same documents.
     """
-    parts = [_number(part) for part in split.split(",")]
+    parts = [number(part) for part in split.split(",")]
     if len(parts) != 3 or any(part is None or not (0 <= part < math.inf) for part in parts) or not sum(parts):  # type: ignore[arg-type]
         raise UserError(f"data.split {split!r} must be three numbers such as 949,50,1 (train, validation, test)")
     shares = np.array(parts, np.float64) / sum(parts)  # type: ignore[arg-type]
@@ -211,11 +207,13 @@ def publish(folder: Path, write: Callable[[Path], object]) -> None:
     If another job was faster, its folder stays and ours is dropped: same name, same content. Raises UserError if the
     disk cannot be written.
     """
-    partial = folder.with_name(f".{folder.name}.{os.uname().nodename}.{os.getpid()}")
+    partial = folder.with_name(private_name(folder.name))
     try:
-        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         write(partial)
+        for file in partial.iterdir():
+            with open(file, "rb") as written:
+                os.fsync(written.fileno())  # else a machine that fails could keep the name and lose what is in it
         try:
             partial.rename(folder)
         except OSError:
@@ -227,14 +225,32 @@ def publish(folder: Path, write: Callable[[Path], object]) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _megatron_source(data: DataConfig, cache: Path) -> Source:
+def private_name(name: str) -> str:
+    """What a file or folder is called until it is whole: no other process, machine or container takes the same."""
+    return f".{name}.{os.uname().nodename}.{os.getpid()}.{secrets.token_hex(4)}"
+
+
+def _absolute(prefix: str) -> str:
+    return os.path.abspath(os.path.expanduser(prefix))
+
+
+def _megatron_lists(data: DataConfig) -> str:
+    """The tokenizer's path; UserError if it or the training list is not given."""
     if not data.train:
         raise UserError("data.source megatron needs data.train: dataset prefixes, each optionally after a weight")
     if data.tokenizer is None:
         raise UserError("data.source megatron needs data.tokenizer: the one that the datasets were prepared with")
-    tokenizer = load_tokenizer(data.tokenizer)
+    return data.tokenizer
+
+
+def _megatron_source(data: DataConfig, cache: Path, is_writer: bool, barrier: Callable[[], object]) -> Source:
+    tokenizer = load_tokenizer(_megatron_lists(data))
     hint = "use more text or a shorter data.sequence_length"
     pairs = parse_blend(data.train, "data.train")
+    if is_writer:  # reads every entry of every index, once a job
+        for prefix, _ in (*pairs, *parse_blend(data.validation, "data.validation")):
+            open_indexed(_absolute(prefix), thorough=True)
+    barrier()
     if data.validation:
         train = _parts(pairs, None, data, "data.train", hint)
         validation = _parts(parse_blend(data.validation, "data.validation"), None, data, "data.validation", hint)
@@ -253,18 +269,27 @@ def _megatron_source(data: DataConfig, cache: Path) -> Source:
 
 
 def _parts(
-    pairs: list[tuple[str, float | None]], split: int | None, data: DataConfig, what: str, hint: str
+    pairs: list[tuple[str, Fraction | None]], split: int | None, data: DataConfig, what: str, hint: str
 ) -> tuple[Part, ...]:
     parts = []
     for prefix, weight in pairs:
-        file = open_indexed(os.path.abspath(os.path.expanduser(prefix)))
+        file = open_indexed(_absolute(prefix))
         first, stop = (0, file.num_sequences) if split is None else split_bounds(data.split, file.num_sequences)[split]
-        tokens = int(file.lengths[first:stop].sum(dtype=np.int64))
+        tokens = file.count(first, stop)
         if tokens < data.sequence_length + 1:
             needed = data.sequence_length + 1
             raise UserError(f"{what} ({prefix}): {tokens:,} tokens, shorter than one sequence ({needed:,}); {hint}")
-        parts.append(Part(file.prefix, first, stop, tokens, float(tokens) if weight is None else weight))
-    total = sum(part.weight for part in parts)
+        parts.append(Part(file.prefix, first, stop, tokens, Fraction(tokens) if weight is None else weight))
+    twice = [part.prefix for index, part in enumerate(parts) if part.prefix in (p.prefix for p in parts[:index])]
+    if twice:
+        raise UserError(f"{what}: {twice[0]} is listed twice; list it once, with the sum of its weights")
+    for part, slots in zip(parts, period_slots([part.weight for part in parts]), strict=True):
+        if not slots:
+            raise UserError(
+                f"{what}: {part.prefix} would give less than one sample in {LONGEST_PERIOD:,}; raise its weight (give "
+                "every prefix one), or leave it out"
+            )
+    total = sum((part.weight for part in parts), Fraction(0))
     return tuple(Part(p.prefix, p.first, p.stop, p.num_tokens, p.weight / total) for p in parts)
 
 
@@ -272,7 +297,7 @@ def _checked_entropy(train: tuple[Part, ...], validation: tuple[Part, ...], toke
     """Entropy of the validation blend in nats; UserError if a dataset has ids that the tokenizer does not."""
     for part in train:
         _shares(part, tokenizer)
-    return _entropy(np.asarray(sum(part.weight * _shares(part, tokenizer) for part in validation)))
+    return _entropy(np.asarray(sum(float(part.weight) * _shares(part, tokenizer) for part in validation)))
 
 
 def _shares(part: Part, tokenizer: TokenizerLike) -> np.ndarray:
@@ -292,10 +317,3 @@ def _shares(part: Part, tokenizer: TokenizerLike) -> np.ndarray:
 def _entropy(weights: np.ndarray) -> float:
     shares = weights[weights > 0] / weights.sum()
     return float(-(shares * np.log(shares)).sum())
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
