@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +76,14 @@ def _job(place: Path, name: str, sections: Sections, **more: dict[str, Any]):
 def _stop_and_go_on(place: Path, sections: Sections, card) -> dict[str, Any]:
     from tests.engines import jobs
 
-    # there is no checkpoint yet: it starts afresh, and stops after one step
+    # there is no checkpoint yet: it starts afresh, and stops after one step; a halved one is left by a killed job
+    killed = place / "stopped" / "checkpoints" / "step_00000009.partial"
+    killed.mkdir(parents=True)
+    (killed / "__0_0.distcp").touch()
     late = _job(place, "stopped", sections, checkpoint={"resume": "auto"}, train={"max_minutes": 1e-9})
     jobs.run(late, card)
     checkpoints = place / "stopped" / "checkpoints"
     assert [path.name for path in checkpoints.iterdir()] == ["step_00000001"]
-    killed = checkpoints / "step_00000009.partial"  # left by a job that was killed as it saved
-    killed.mkdir()
-    shutil.copy(checkpoints / "step_00000001" / "maniple.json", killed)
     return _weights(jobs.run(_job(place, "stopped", sections, checkpoint={"resume": "auto"}), card))
 
 
@@ -129,7 +128,6 @@ def _other_uses(folder: Path) -> dict[str, Any]:
         "missing": (folder / "nowhere", {}, card),
         "partial": (folder / "fp32" / "stopped" / "checkpoints", {}, card),
         "precision": (own, {"precision": {"dtype": "bf16"}}, card),
-        "optimizer": (own, distributed, card),
         "vocabulary": (own, {"model": {"vocab_size_multiple": 16}}, card),
     }
     for name, (checkpoint, sections, model) in cases.items():
@@ -151,6 +149,7 @@ def _random_states(rank: int, folder: Path) -> list[bool]:
     from tests.engines import jobs
 
     from maniple.engines.megatron import checkpoint, parallel, trainer
+    from maniple.engines.megatron.checkpoint_writer import Saver
 
     def draw() -> list[float]:
         tracker = tensor_parallel.get_cuda_rng_tracker()
@@ -167,10 +166,14 @@ def _random_states(rank: int, folder: Path) -> list[bool]:
     it.run()
     for _ in range(rank + 1):
         random.random(), np.random.rand(), torch.rand(1)  # each rank elsewhere in its streams
-    parts = (job.run_dir, it.chunks, it.optimizer, it.scheduler)
-    saved = checkpoint.save(*parts, step=1, samples=4, card=card, job=job)
-    wanted = draw()
-    assert checkpoint.load(saved, *parts[1:], card=card, job=job) == (1, 4)
+    parts = (it.chunks, it.optimizer, it.scheduler)
+    saver = Saver(job, card)
+    saver.save(*parts, step=1, samples=4, extra={"mean": 0.1 + 0.2, "last": [1, 2]})
+    wanted = draw()  # while it is being written
+    saver.check()
+    saved = job.run_dir / "checkpoints" / "step_00000001"
+    restored = checkpoint.load(saved, *parts, card=card, job=job)
+    assert restored == checkpoint.Restored(1, 4, {"mean": 0.1 + 0.2, "last": [1, 2]})
     got = draw()
     both: list[Any] = [None, None]
     dist.all_gather_object(both, wanted)
@@ -237,7 +240,7 @@ def test_only_whole_checkpoints_are_left(runs, folder):
     for variant in VARIANTS:
         assert left(variant, "straight") == [HALF, "step_00000006"]
         assert left(variant, "resumed") == ["step_00000006"]
-    assert left("fp32", "stopped") == ["step_00000001", "step_00000006", "step_00000009.partial"]
+    assert left("fp32", "stopped") == ["step_00000001", "step_00000006"]
 
 
 def test_one_process_goes_on_where_two_left_off(others, runs, folder):
@@ -265,11 +268,10 @@ def test_a_longer_job_goes_on(others, folder):
     ("name", "says"),
     [
         ("foreign", "is of another model (deepseek-v3-tiny): "),
-        ("missing", "nowhere: a checkpoint is a folder that holds maniple.json"),
-        ("partial", "checkpoints: a checkpoint is a folder that holds maniple.json"),
+        ("missing", "nowhere: there is no such folder"),
+        ("partial", "checkpoints: it holds checkpoints and is none: name one of them"),
         ("precision", "was saved with precision.dtype fp32, this job has bf16: set precision.dtype=fp32"),
-        ("optimizer", "set parallel.distributed_optimizer=False"),
-        ("vocabulary", "set model.vocab_size_multiple=1"),
+        ("vocabulary", "has a vocabulary padded to 300, this job pads it to 304: set model.vocab_size_multiple=300"),
     ],
 )
 def test_bad_checkpoints_are_refused_in_one_line(others, folder, name, says):

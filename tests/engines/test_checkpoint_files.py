@@ -2,50 +2,125 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemWriter, save
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, save
 
-from maniple.engines.megatron import checkpoint
+from maniple import cli
+from maniple.engines.megatron import checkpoint_files as files
+from maniple.engines.megatron import checkpoint_index
 from maniple.errors import UserError
 
-MANIFEST = {"format": checkpoint.FORMAT, "step": 3, "samples": 6, "world_size": 1, "card": {}, "job": {}}
+MANIFEST = {
+    "format": files.FORMAT,
+    "step": 3,
+    "samples": 6,
+    "updates": 3,
+    "saved": 1000.5,
+    "world_size": 1,
+    "versions": {"maniple": "0"},
+    "card": {"name": "a-model"},
+    "job": {},
+    "extra": {},
+}
 SHARD = "__0_0.distcp"
 
 
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    """A run's checkpoint of one tensor."""
-    folder = tmp_path / "checkpoints" / "step_00000003"
+def make(run_dir: Path, step: int = 3, **facts) -> Path:
+    """A run's checkpoint of two tensors and an object."""
+    folder = run_dir / "checkpoints" / f"step_{step:08d}"
     state = {"a": torch.arange(1000.0), "b": torch.ones(3, dtype=torch.bfloat16), "c": "text"}
     save(state, storage_writer=FileSystemWriter(str(folder)), no_dist=True)
-    (folder / "maniple.json").write_text(json.dumps(MANIFEST))
+    write_manifest(folder, step=step, **facts)
     return folder
 
 
-def refusal(folder: Path, wanted: str | None = None) -> str:
+def write_manifest(folder: Path, **facts) -> None:
+    (folder / files.MANIFEST).unlink(missing_ok=True)
+    listed = {p.name: {"bytes": p.stat().st_size, "sha256": files.file_digest(p)} for p in folder.iterdir()}
+    files.write_manifest(folder, {**MANIFEST, "files": listed, **facts})
+
+
+def read_all(folder: Path) -> None:
+    """What is done with a checkpoint before it is loaded."""
+    ((found, manifest),) = files.find(folder.parents[1], str(folder))[0]
+    files.check_digests(found, manifest)
+    files.check_index(found, manifest)
+
+
+def refusal(folder: Path) -> str:
     with pytest.raises(UserError) as caught:
-        checkpoint.find(folder.parents[1], wanted or str(folder))
+        read_all(folder)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-def test_a_whole_one_is_found(folder, tmp_path):
-    assert checkpoint.find(tmp_path, str(folder)) == folder
-    assert checkpoint.find(tmp_path, "auto") == folder
-    assert checkpoint.find(tmp_path / "new", "auto") is None
-    assert checkpoint.find(tmp_path, None) is None
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return make(tmp_path)
 
 
-def test_none_there(folder):
-    assert "no checkpoint at" in refusal(folder, str(folder.parent))
+def test_a_whole_one_is_read_without_torch(folder, tmp_path):
+    read_all(folder)
+    index = files.check_index(folder, files.read_manifest(folder))
+    wanted = FileSystemReader(folder).read_metadata().state_dict_metadata
+    assert index.tensors == {
+        key: checkpoint_index.Tensor(tuple(wanted[key].size), str(wanted[key].properties.dtype).split(".")[1])
+        for key in ("a", "b")
+    }
+    code = "import sys; from maniple import cli; sys.exit(cli.main(sys.argv[1:]) or 9 * ('torch' in sys.modules))"
+    for command in ("inspect", "verify"):
+        done = subprocess.run([sys.executable, "-c", code, "checkpoint", command, str(folder)], capture_output=True)
+        assert done.returncode == 0, done.stderr
+
+
+def test_all_of_a_run(tmp_path):
+    folders = [make(tmp_path, step) for step in (99999999, 100000000, 2)]
+    for other in ("step_00000001.partial", "step_1", "step_0000000x"):
+        (tmp_path / "checkpoints" / other).mkdir()
+    assert set(files.all_of(tmp_path)) == set(folders)
+    assert files.find(tmp_path / "new", "auto") == ([], [])
+
+
+def test_auto_takes_the_one_saved_last_and_names_the_damaged(tmp_path):
+    # 200 is of a past that the run has left by going on from 100
+    old, left, new, torn = [
+        make(tmp_path, step, saved=saved) for step, saved in ((100, 1.0), (200, 2.0), (150, 3.0), (160, 4.0))
+    ]
+    os.truncate(torn / SHARD, 100)
+    found, wrong = files.find(tmp_path, "auto")
+    assert [folder for folder, _ in found] == [new, left, old]
+    assert [f"step_00000160 is damaged: {SHARD} is cut short" in str(error) for error in wrong] == [True]
+
+
+@pytest.mark.parametrize("name", [SHARD, ".metadata", "maniple.json"])
+def test_one_flipped_bit_anywhere_is_found_and_named(folder, name):
+    whole = (folder / name).read_bytes()
+    for place in {0, len(whole) - 1, *range(7, len(whole), max(1, len(whole) // 40))}:
+        spoiled = bytearray(whole)
+        spoiled[place] ^= 1 << place % 8
+        (folder / name).write_bytes(spoiled)
+        assert name in refusal(folder), place
+    (folder / name).write_bytes(whole)
+    read_all(folder)
+
+
+def test_missing_short_and_long_files(folder):
+    with open(folder / SHARD, "ab") as file:
+        file.write(b"x")
+    assert f"is damaged: {SHARD} is too long" in refusal(folder)
+    os.truncate(folder / SHARD, 1000)
+    assert f"is damaged: {SHARD} is cut short" in refusal(folder)
+    (folder / SHARD).unlink()
+    assert f"is damaged: {SHARD} is missing" in refusal(folder)
 
 
 @pytest.mark.parametrize(
@@ -54,34 +129,49 @@ def test_none_there(folder):
         ("{", "its maniple.json cannot be read"),
         ("[1]", "its maniple.json cannot be read"),
         ("{}", "its maniple.json cannot be read"),
+        ("[" * 100_000, "its maniple.json cannot be read"),
+        (json.dumps(MANIFEST | {"format": 1}), "has format 1, this version reads 2"),
         (json.dumps(MANIFEST | {"format": 99}), "has format 99"),
-        (json.dumps(MANIFEST | {"step": "../x", "card": None}), "no proper step, card"),
+        (json.dumps(MANIFEST | {"files": {}}), "its maniple.json is not as it was written"),
     ],
 )
 def test_a_bad_manifest(folder, text, says):
     (folder / "maniple.json").write_text(text)
     assert says in refusal(folder)
-    assert says in refusal(folder, "auto")
 
 
-def test_missing_and_short_files(folder):
-    os.truncate(folder / SHARD, 1000)
-    assert f"is damaged: {SHARD} is cut short" in refusal(folder)
-    (folder / SHARD).unlink()
-    assert f"is damaged: {SHARD} is missing" in refusal(folder, "auto")
-    (folder / ".metadata").write_bytes((folder / ".metadata").read_bytes()[:-20])
-    assert "its .metadata cannot be read" in refusal(folder)
-    (folder / ".metadata").unlink()
-    assert "its .metadata cannot be read" in refusal(folder)
+def test_a_manifest_of_other_contents(folder):
+    write_manifest(folder, step="../x", card=None)
+    assert "no proper step, card" in refusal(folder)
+    entry = {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}
+    for name in ("../outside", "/etc/passwd", ""):
+        write_manifest(folder, files={".metadata": entry, name: entry})
+        assert f"names the file {name!r}, which is not one of its folder" in refusal(folder)
+    write_manifest(folder, files={SHARD: entry})
+    assert "does not know .metadata" in refusal(folder)
 
 
-def test_a_path_out_of_the_folder(folder):
-    outside = "../shardfile"
-    assert len(outside) == len(SHARD)  # as the pickle says its length
-    (folder / SHARD).rename(folder / outside)
-    index = folder / ".metadata"
-    index.write_bytes(index.read_bytes().replace(SHARD.encode(), outside.encode()))
-    assert f"{outside} is missing" in refusal(folder)
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (["nowhere"], "there is no such folder"),
+        (["it/x"], "a checkpoint is a folder that holds maniple.json"),
+        (["it/checkpoints/x"], "it holds checkpoints and is none"),
+        (["it/step_00000001/x"], "it holds checkpoints and is none"),
+        (["it/config.json", "it/model.safetensors"], "it is a Hugging Face model"),
+        (["it/latest_checkpointed_iteration.txt"], "it is a checkpoint of Megatron-LM"),
+        (["it/metadata.json", "it/.metadata"], "it is a checkpoint of Megatron-LM"),
+        (["it/.metadata"], "it is a checkpoint of torch"),
+        (["step_00000001.partial/x"], "it was not written to its end"),
+    ],
+)
+def test_what_is_no_checkpoint_is_called_by_its_name(tmp_path, made, says):
+    for name in made:
+        if "/" in name:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).touch()
+    with pytest.raises(UserError, match=rf"^no checkpoint at .*: {says}"):
+        files.find(tmp_path, str(tmp_path / made[0].partition("/")[0]))
 
 
 class _Evil:
@@ -94,21 +184,102 @@ class _Evil:
 
 def test_a_strangers_index_runs_nothing(folder, tmp_path):
     (folder / ".metadata").write_bytes(pickle.dumps(_Evil(tmp_path / "ran")))
+    write_manifest(folder)  # he digests what he wrote
     assert "posix.mkdir, which no checkpoint holds" in refusal(folder)
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_full_disk_leaves_nothing_of_the_new_one(folder, tmp_path, monkeypatch):
-    def full(state, path, **options):
-        (Path(path) / SHARD).write_bytes(b"half")
-        raise CheckpointException("write", {0: (RuntimeError("unexpected pos"), None)})
+def test_an_index_that_leads_out_of_the_folder(folder):
+    outside = "../shardfile"
+    assert len(outside) == len(SHARD)  # as the pickle says its length
+    index = folder / ".metadata"
+    index.write_bytes(index.read_bytes().replace(SHARD.encode(), outside.encode()))
+    write_manifest(folder)
+    assert f"names the file '{outside}', which is not one of its folder" in refusal(folder)
 
-    monkeypatch.setattr(checkpoint, "_state", lambda *words, **options: ({}, {}))
-    monkeypatch.setattr(checkpoint.dist_checkpointing, "save", full)
-    monkeypatch.setattr(checkpoint.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(checkpoint.dist, "barrier", lambda: None)
-    with pytest.raises(UserError, match=r"step_00000004 cannot be written .* make room") as caught:
-        checkpoint.save(tmp_path, [], None, SimpleNamespace(num_steps=4), step=4, samples=8, card=None, job=None)
-    assert "\n" not in str(caught.value)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [folder.name]
-    assert checkpoint.find(tmp_path, "auto") == folder
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda index: index.storage_data.popitem(), "was not written whole"),
+        (lambda index: index.state_dict_metadata["a"].chunks.clear(), "a was not written whole"),
+        (lambda index: index.state_dict_metadata.update(a=None), "cannot be read"),
+        (lambda index: next(iter(index.storage_data.values())).__dict__.update(length=1 << 40), "speaks of more of"),
+        (lambda index: next(iter(index.storage_data.values())).__dict__.update(offset=-1), "has no proper place"),
+        (
+            lambda index: next(iter(index.storage_data.values())).__dict__.update(transform_descriptors=["x"]),
+            "in a form that this version does not read",
+        ),
+    ],
+)
+def test_an_index_that_is_not_whole(folder, spoil, says):
+    index = FileSystemReader(folder).read_metadata()
+    if "popitem" in spoil.__code__.co_names:  # the last entry may be the object's
+        index.storage_data = {key: place for key, place in index.storage_data.items() if key.fqn != "c"}
+    spoil(index)
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    write_manifest(folder)
+    assert says in refusal(folder)
+
+
+def test_keep_removes_the_oldest_but_for_multiples(tmp_path):
+    folders = {step: make(tmp_path, step, saved=float(step)) for step in (10, 20, 30, 40, 50)}
+    assert files.prune(tmp_path, folders[50], None, 20) == []
+    os.truncate(folders[30] / SHARD, 100)  # is left for its owner to look at, and does not count
+    assert files.prune(tmp_path, folders[50], 1, 20) == [folders[10]]
+    assert files.all_of(tmp_path) == [folders[step] for step in (20, 30, 40, 50)]
+    assert files.prune(tmp_path, folders[50], 1, None) == [folders[40], folders[20]]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_00000030", "step_00000050"]
+
+
+def test_what_a_killed_job_left_is_cleaned(tmp_path):
+    for name in ("step_00000001", "step_00000002.partial", "step_00000003.removed", "step_00000001.replaced"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_00000004.replaced").mkdir()  # killed between two names: the old one is back
+    (tmp_path / "checkpoints" / "notes.partial").mkdir()
+    files.clean(tmp_path)
+    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert left == ["notes.partial", "step_00000001", "step_00000004"]
+
+
+def test_publishing_over_another_of_the_step(tmp_path):
+    old = make(tmp_path)
+    partial = old.with_suffix(".partial")
+    partial.mkdir()
+    (partial / "new").touch()
+    assert files.publish(partial) == old
+    assert [path.name for path in old.parent.iterdir()] == [old.name]
+    assert [path.name for path in old.iterdir()] == ["new"]
+
+
+# --- the commands -----------------------------------------------------------------------------------------------------
+
+
+def test_inspect(folder, capsys):
+    assert cli.main(["checkpoint", "inspect", str(folder), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["step"], facts["model"], facts["world_size"]) == (3, "a-model", 1)
+    assert facts["tensors"] == {"a": {"shape": [1000], "dtype": "float32"}, "b": {"shape": [3], "dtype": "bfloat16"}}
+    assert facts["components"] == {
+        "other weights": {"tensors": 2, "numbers": 1003, "bytes": 4006, "dtypes": ["bfloat16", "float32"]}
+    }
+    assert cli.main(["checkpoint", "inspect", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("a-model", "4.01 kB", "1,003"))
+
+
+def test_verify_a_folder_and_a_run(folder, tmp_path, capsys):
+    other = make(tmp_path, 4)
+    assert cli.main(["checkpoint", "verify", str(folder)]) == 0
+    assert f"{folder}: whole, 2 files" in capsys.readouterr().out
+    spoiled = bytearray((folder / SHARD).read_bytes())
+    spoiled[2000] ^= 1
+    (folder / SHARD).write_bytes(spoiled)
+    assert cli.main(["checkpoint", "verify", str(tmp_path)]) == 2
+    done = capsys.readouterr()
+    assert f"{other}: whole" in done.out
+    assert f"{folder} is damaged: {SHARD} is not as it was written" in done.err
+    assert cli.main(["checkpoint", "inspect", str(folder)]) == 0  # sizes and index are well
+    assert cli.main(["checkpoint", "verify", str(tmp_path / "nowhere")]) == 2
+    (tmp_path / "new" / "checkpoints").mkdir(parents=True)
+    assert cli.main(["checkpoint", "verify", str(tmp_path / "new")]) == 2

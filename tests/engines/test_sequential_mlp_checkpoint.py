@@ -25,9 +25,9 @@ def _exchange(name: str, world_size: int, folder: Path) -> dict[str, Any]:
     from megatron.core.dist_checkpointing.validation import StrictHandling
     from tests.engines import jobs
 
-    from maniple.engines.megatron import checkpoint, parallel
+    from maniple.engines.megatron import checkpoint_writer, parallel
 
-    checkpoint._collect_results_in_this_process()  # this test's processes may not start others
+    checkpoint_writer._collect_results_in_this_process()  # this test's processes may not start others
     folder.mkdir(exist_ok=True)
     card = jobs.tiny_card(name, num_mtp_layers=0)  # upstream's MTP layer has no such norm keys
     job = jobs.make_job(folder, "job", parallel={"expert_parallel_size": world_size})

@@ -1,195 +1,137 @@
-"""Checkpoints of a run: Megatron-Core's distributed format in a folder that appears whole or not at all.
+"""Choosing and loading a checkpoint: Megatron-Core's distributed format, checked before anything is changed.
 
-`RUN/checkpoints/step_00000100/` holds the tensors (`dist_checkpointing`) and `maniple.json`, which says what they are:
-step, samples consumed, model card, versions. A folder is written under a `.partial` name and renamed when all ranks
-are done, so a reader never sees half of one.
+Any layout reads any other's: tensors are stored whole, in parts that say where they belong. What is in the files is in
+`checkpoint_state.py`, how they are written in `checkpoint_writer.py`, what makes a folder whole in
+`checkpoint_files.py`.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import pickle
-import queue
-import random
-import shutil
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import (
+    dict_list_map_inplace,
+    extract_matching_values,
+    merge,
+    nested_values,
+)
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factory_merges
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
 from torch.distributed.checkpoint.api import CheckpointException
 
-import maniple
 from maniple.config.schema import TrainConfig
-from maniple.engines.megatron import optimizer_state
-from maniple.engines.megatron.model import unwrap
+from maniple.engines.megatron import checkpoint_files as files
+from maniple.engines.megatron import checkpoint_state
+from maniple.engines.megatron.checkpoint_index import Tensor
 from maniple.errors import UserError
 from maniple.models.card import ModelCard
 
-FORMAT = 1
-_PREFIX = "step_"
-_MANIFEST = "maniple.json"
-_RNG = "rng"
-_MANIFEST_TYPES = {"step": int, "samples": int, "world_size": int, "card": dict, "job": dict}
-# What torch's `.metadata` (a pickle) is made of, beside `torch.dtype`s: no name here does anything when called.
-_METADATA_NAMES = {
-    "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath"},
-    "pathlib._local": {"PosixPath"},  # its home in newer Pythons
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
-        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
-    },
-}
+log = logging.getLogger("maniple")
+_EMBEDDING = "embedding.word_embeddings.weight"
+# What cuts the job; random states belong to a rank of one cut.
+_LAYOUT = (
+    *("tensor_parallel_size", "pipeline_parallel_size", "virtual_pipeline_size", "pipeline_layout"),
+    *("context_parallel_size", "expert_parallel_size", "expert_tensor_parallel_size"),
+)
 
 
-def save(run_dir: Path, chunks, optimizer, scheduler, *, step: int, samples: int, card: ModelCard, job: TrainConfig):
-    """Writes one checkpoint and returns its folder. Collective: every rank calls it.
+@dataclass(frozen=True)
+class Restored:
+    """Where a run goes on. extra: what the saver was given."""
 
-    Raises UserError, leaving nothing of it behind, where it cannot be written (a full disk).
-    """
-    final = run_dir / "checkpoints" / f"{_PREFIX}{step:08d}"
-    partial = final.with_suffix(".partial")
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    state, _ = _state(chunks, optimizer, is_loading=False)
-    state["updates"] = scheduler.num_steps
-    _collect_results_in_this_process()
-    try:
-        dist_checkpointing.save(state, str(partial))
-    except (OSError, CheckpointException) as error:
-        free = shutil.disk_usage(run_dir).free
-        if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)  # it would fill the disk for nothing
-        raise UserError(
-            f"checkpoint {final} cannot be written ({free / 1e9:.3f} GB are free there): make room, and go on with "
-            "--resume auto"
-        ) from error
-    if dist.get_rank() == 0:
-        manifest = {
-            "format": FORMAT,
-            "step": step,
-            "samples": samples,
-            "maniple": maniple.__version__,
-            "world_size": dist.get_world_size(),
-            "card": card.model_dump(mode="json"),
-            "job": job.model_dump(mode="json"),
-        }
-        (partial / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-        shutil.rmtree(final, ignore_errors=True)
-        os.rename(partial, final)
-    dist.barrier()
-    return final
+    step: int
+    samples: int
+    extra: dict[str, Any]
 
 
-def _collect_results_in_this_process() -> None:
-    """Megatron-Core (filesystem_async.py, `get_write_results_queue`) starts a process on each rank to hold the queue by
-    which a writer reports. Its synchronous writer is this very process: a plain queue does, and a job that is killed
-    leaves no process behind."""
-    if filesystem_async._results_queue is None:
-        filesystem_async._results_queue = queue.Queue()
+def choose(run_dir: Path, wanted: str | None, *, verify: bool) -> Path | None:
+    """The checkpoint that `resume` means, the same on every rank: none, a folder, or for `auto` this run's newest whole
+    one. Collective.
 
-
-def find(run_dir: Path, wanted: str | None) -> Path | None:
-    """The checkpoint folder that `resume` means: None, a folder, or the newest whole one of this run for `auto`.
-
-    Raises UserError if there is none at the folder, or if it is damaged.
+    verify: every file is read and compared with its digest, each rank a share. A damaged checkpoint is a warning and
+    the one before it is taken for `auto`; UserError for a folder, or if all are damaged.
     """
     if wanted is None:
         return None
-    if wanted != "auto":
-        folder = Path(wanted)
-        if not (folder / _MANIFEST).is_file():
-            raise UserError(f"no checkpoint at {folder}: a checkpoint is a folder that holds {_MANIFEST}")
-    else:
-        whole = sorted(p.parent for p in (run_dir / "checkpoints").glob(f"{_PREFIX}*[0-9]/{_MANIFEST}"))
-        if not whole:
-            return None
-        folder = whole[-1]
-    read_manifest(folder)
-    check_files(folder)
-    return folder
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The checkpoint's description. Raises UserError if it is damaged or of another format."""
-    try:
-        manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-        known = manifest["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _damaged(folder, f"its {_MANIFEST} cannot be read ({error})") from error
-    if known != FORMAT:
-        raise UserError(f"checkpoint {folder} has format {known}, this version reads {FORMAT}")
-    wrong = [key for key, kind in _MANIFEST_TYPES.items() if type(manifest.get(key)) is not kind]
+    candidates, wrong = _from_rank_0(lambda: files.find(run_dir, wanted))
+    for error in wrong:
+        _warn(error)
+    for folder, manifest in candidates:
+        try:
+            _verify(folder, manifest, digests=verify)
+            return folder
+        except UserError as error:
+            if wanted != "auto":
+                raise
+            wrong.append(error)
+            _warn(error)
     if wrong:
-        raise _damaged(folder, f"its {_MANIFEST} has no proper {', '.join(wrong)}")
-    return manifest
+        raise UserError(
+            f"all {len(wrong)} checkpoints of {run_dir} are damaged or of another format: move its checkpoints folder "
+            "away to start anew, or name another to resume"
+        )
+    return None
 
 
-def check_files(folder: Path) -> None:
-    """Raises UserError if a file that the checkpoint's index names is missing or cut short.
+def _verify(folder: Path, manifest: dict[str, Any], *, digests: bool) -> None:
+    share = slice(dist.get_rank(), None, dist.get_world_size())
+    _agree(lambda: files.check_index(folder, manifest))
+    if digests:
+        _agree(lambda: files.check_digests(folder, manifest, share))
 
-    Reads the index, which torch will unpickle, without running anything that a stranger may have put into it.
+
+def load(folder: Path, chunks, optimizer, scheduler, *, card: ModelCard, job: TrainConfig) -> Restored:
+    """Fills model, optimizer, schedule and random states. Collective.
+
+    Any layout and number of processes can read a checkpoint. Random states come back exactly where both are the same;
+    elsewhere the streams of this job's own seed go on. The schedule stands at the checkpoint's update, with this
+    job's own rates and length. Raises UserError, before anything is changed, for a checkpoint of another architecture,
+    precision or vocabulary, and for missing, extra or unwritten tensors.
     """
-    try:
-        with open(folder / ".metadata", "rb") as file:
-            pieces = list(_IndexReader(file).load().storage_data.values())
-        ends: dict[str, int] = {}
-        for piece in pieces:
-            ends[piece.relative_path] = max(ends.get(piece.relative_path, 0), piece.offset + piece.length)
-    except Exception as error:  # a damaged pickle raises whatever its bytes happen to ask for
-        raise _damaged(folder, f"its .metadata cannot be read ({str(error) or type(error).__name__})") from error
-    for name, end in sorted(ends.items()):
-        file_there = os.path.basename(name) == name and (folder / name).is_file()
-        if not file_there or (folder / name).stat().st_size < end:
-            raise _damaged(folder, f"{name} is {'cut short' if file_there else 'missing'}")
-
-
-class _IndexReader(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        known = name in _METADATA_NAMES.get(module, ())
-        if not known and not (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint holds")
-        return super().find_class(module, name)
-
-
-def _damaged(folder: Path, why: str) -> UserError:
-    return UserError(f"checkpoint {folder} is damaged: {why}; resume from another, or copy it again")
-
-
-def load(folder: Path, chunks, optimizer, scheduler, *, card: ModelCard, job: TrainConfig) -> tuple[int, int]:
-    """Fills model, optimizer, schedule and random states; returns (step, samples). Collective.
-
-    Any layout and number of processes can read a checkpoint; random states come back where the number of processes is
-    the same. The schedule goes on at the step of the checkpoint, with this job's own rates and length. Raises UserError
-    for a checkpoint of another architecture, precision or kind of optimizer.
-    """
-    manifest = read_manifest(folder)
+    manifest = _agree(lambda: files.read_manifest(folder))
     _check_alike(folder, manifest, card, job)
-    same_world = manifest["world_size"] == dist.get_world_size()
-    state, optimizer_rest = _state(chunks, optimizer, is_loading=True, rng=same_world)
-    loaded, absent, extra = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RETURN_ALL)
-    if wrong := (set(absent) | set(extra)) - ({_RNG} if not same_world else set()):
-        raise UserError(f"checkpoint {folder} does not fit this model: {len(wrong)} tensors differ, e.g. {min(wrong)}")
-    for index, chunk in enumerate(chunks):
-        unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=True)
-    updates = loaded["updates"]
-    optimizer_state.load(optimizer, loaded["optimizer"], optimizer_rest, updates)
-    scheduler.step(increment=updates - scheduler.num_steps)
-    if same_world:
-        _set_rng(loaded[_RNG])
-    return manifest["step"], manifest["samples"]
+    index = _agree(lambda: files.check_index(folder, manifest))
+    # random states are of a device too: their sizes tell
+    state, rest = checkpoint_state.collect(chunks, optimizer, is_loading=True, rng=True)
+    rows = {row.key: tuple(row.global_shape) for row in state["rng"].values()}
+    same_layout = manifest["world_size"] == dist.get_world_size() and all(
+        manifest["job"].get("parallel", {}).get(key) == getattr(job.parallel, key) for key in _LAYOUT
+    )
+    if not same_layout or any(key not in index.tensors or index.tensors[key].shape != rows[key] for key in rows):
+        del state["rng"]
+        log.info("random states start from train.seed: the layout is not that of %s", folder)
+    # places where a module may keep more than tensors; none of ours does, and torch (default_planner.py, `load_bytes`)
+    # unpickles such objects with weights_only=False
+    objects, state = extract_matching_values(state, lambda part: isinstance(part, ShardedObject))
+    if any(part.data is not None for part in nested_values(objects)):
+        raise AssertionError("only tensors are loaded")
+    wanted, _, factories = load_preprocess(state)
+    everywhere = determine_global_metadata(wanted)[1]
+    _check_tensors(folder, index.tensors, [part for rank in everywhere for part in rank], job)
+    validate_sharding_integrity(everywhere)
+    loaded = apply_factory_merges(_agree(lambda: _read(folder, wanted)), factories)
+    merge(loaded, dict_list_map_inplace(lambda part: part.data, objects))
+    checkpoint_state.restore(loaded, chunks, optimizer, rest, updates=manifest["updates"])
+    scheduler.step(increment=manifest["updates"] - scheduler.num_steps)
+    return Restored(manifest["step"], manifest["samples"], manifest["extra"])
+
+
+def _read(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Reads tensors into the places that `wanted` has for them."""
+    try:
+        return TorchDistLoadShardedStrategy().load(wanted, folder)
+    except (CheckpointException, CheckpointingException, OSError) as error:
+        failures = getattr(error, "failures", {}).values()
+        cause = next((failure[0] for failure in failures), error)
+        raise files.damaged(folder, " ".join(str(cause).split())[:200] or type(cause).__name__) from error
 
 
 def _check_alike(folder: Path, manifest: dict[str, Any], card: ModelCard, job: TrainConfig) -> None:
@@ -199,55 +141,70 @@ def _check_alike(folder: Path, manifest: dict[str, Any], card: ModelCard, job: T
         raise UserError(
             f"checkpoint {folder} is of another model ({theirs.get('name')}): {', '.join(different)} differ"
         )
-    for path in ("precision.dtype", "parallel.distributed_optimizer", "model.vocab_size_multiple"):
-        section, key = path.split(".")
-        mine = job.model_dump(mode="json")[section][key]
-        saved = manifest["job"].get(section, {}).get(key, mine)
-        if saved != mine:
+    mine = job.precision.dtype
+    saved = manifest["job"].get("precision", {}).get("dtype", mine)
+    if saved != mine:
+        raise UserError(
+            f"checkpoint {folder} was saved with precision.dtype {saved}, this job has {mine}: set "
+            f"precision.dtype={saved}"
+        )
+
+
+def _check_tensors(folder: Path, there: dict[str, Tensor], wanted: list[ShardedTensor], job: TrainConfig) -> None:
+    """Raises UserError unless the checkpoint has just the tensors that all ranks together want."""
+    ours = {part.key: part for part in wanted}
+    if _EMBEDDING in ours and _EMBEDDING in there:
+        rows, padded = there[_EMBEDDING].shape[0], ours[_EMBEDDING].global_shape[0]
+        if rows != padded:  # upstream would fill up with zeros, which take part in the softmax
+            divides = rows % job.parallel.tensor_parallel_size == 0
             raise UserError(
-                f"checkpoint {folder} was saved with {path} {saved}, this job has {mine}: set {path}={saved}"
+                f"checkpoint {folder} has a vocabulary padded to {rows}, this job pads it to {padded}: set "
+                + (f"model.vocab_size_multiple={rows}" if divides else "a tensor_parallel_size that divides it")
             )
-
-
-def _state(chunks, optimizer, *, is_loading: bool, rng: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(what is saved or loaded, what of the optimizer's state is not)."""
-    metadata = {
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-        # moments as whole tensors under the parameters' names: a job of another layout can read them
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
-        "singleton_local_shards": False,
-        "chained_optim_avoid_prefix": True,
+    missing = set(ours) - set(there)
+    extra = {key for key in set(there) - set(ours) if not key.startswith(checkpoint_state.RNG)}
+    other = {
+        key
+        for key in set(there) & set(ours)
+        if there[key].shape != tuple(ours[key].global_shape)
+        or there[key].dtype != str(ours[key].dtype).removeprefix("torch.")
     }
-    state: dict[str, Any] = {
-        f"model{index}": unwrap(chunk).sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)
-    }
-    model_state = {"model": state["model0"]} if len(chunks) == 1 else dict(state)
-    state["optimizer"], rest = optimizer_state.sharded(optimizer, model_state, metadata, is_loading=is_loading)
-    if rng:
-        rank, world = dist.get_rank(), dist.get_world_size()
-        state[_RNG] = ShardedObject(_RNG, _get_rng(), (world,), (rank,), replica_id=0)
-    return state, rest
+    for what, keys in (("it lacks", missing), ("it also has", extra), ("of another shape or type:", other)):
+        if keys:
+            more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+            raise UserError(f"checkpoint {folder} does not fit this model: {what} {min(keys)}{more}")
 
 
-def _get_rng() -> dict[str, Any]:
-    """Every generator's state as tensors and plain numbers, so that loading needs no pickle."""
-    version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()
-    return {
-        "python": [version, list(words), gauss],
-        "numpy": [name, [int(k) for k in keys], position, has_gauss, cached],
-        "torch": torch.get_rng_state(),
-        "device": torch.cuda.get_rng_state(),
-        "tracker": dict(tensor_parallel.get_cuda_rng_tracker().get_states()),
-    }
+def _from_rank_0[T](find: Callable[[], T]) -> T:
+    """What rank 0 finds, or the UserError it finds, on every rank: ranks must not read a folder at different moments
+    and differ."""
+    found: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            found[0] = find()
+        except UserError as error:
+            found[1] = error
+    dist.broadcast_object_list(found, src=0)
+    if found[1] is not None:
+        raise found[1]
+    return found[0]
 
 
-def _set_rng(state: dict[str, Any]) -> None:
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(state["torch"])
-    torch.cuda.set_rng_state(state["device"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+def _agree[T](work: Callable[[], T]) -> T:
+    """Each rank's own result; if a rank finds a UserError, the first rank's is raised on all."""
+    result, error = None, None
+    try:
+        result = work()
+    except UserError as found:
+        error = found
+    errors: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    for first in errors:
+        if first is not None:
+            raise first
+    return result  # type: ignore[return-value]
+
+
+def _warn(error: UserError) -> None:
+    if dist.get_rank() == 0:
+        log.warning("%s", error)

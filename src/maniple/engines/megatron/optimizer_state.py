@@ -3,6 +3,9 @@
 Beside tensors, Megatron-Core saves the parameter groups of rank 0's optimizers. How many optimizers and groups there
 are depends on expert-parallel size and pipeline stage, so that such a checkpoint would load only where every rank is
 built as rank 0 was. Here groups are always the running job's own, and the step comes from its schedule.
+
+Every kind of optimizer reads what another has saved: main weights have the distributed optimizer's names, and none are
+stored where the model's own are fp32 (the distributed optimizer, alone of all, would store those again).
 """
 
 from __future__ import annotations
@@ -11,12 +14,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, extract_matching_values, merge
+from megatron.core.dist_checkpointing.dict_utils import (
+    dict_list_map_inplace,
+    extract_matching_values,
+    merge,
+    nested_values,
+)
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 State = dict[Any, Any]
+# upstream's names of main weights begin so: the distributed optimizer's, the others'
+_MAIN, _OTHERS_MAIN = "optimizer.state.param.", "optimizer.state.fp32_param."
 
 
 def sharded(
@@ -27,6 +37,12 @@ def sharded(
         _allocate(optimizer)
     state = optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata)
     tensors, rest = extract_matching_values(state, lambda value: isinstance(value, ShardedBase))
+    for part in nested_values(tensors):
+        if part.key.startswith(_OTHERS_MAIN):
+            part.key = _MAIN + part.key.removeprefix(_OTHERS_MAIN)
+    weights = (part for part in nested_values(model_state) if isinstance(part, ShardedBase))
+    twice = {_MAIN + part.key for part in weights if getattr(part.data, "dtype", None) == torch.float32}
+    _, tensors = extract_matching_values(tensors, lambda part: part.key in twice)
     return tensors, dict_list_map_inplace(_unwrapped, rest)
 
 
@@ -57,7 +73,10 @@ def _unwrapped(value: Any) -> Any:
 
 
 def _set_all_but_step(part: DistributedOptimizer, model_param: torch.Tensor, tensors: State) -> None:
-    DistributedOptimizer._set_main_param_and_optimizer_states(part, model_param, {"step": None, **tensors})
+    # what is None is left alone; main weights that are the model's own were loaded with it
+    DistributedOptimizer._set_main_param_and_optimizer_states(
+        part, model_param, {"step": None, "param": None, **tensors}
+    )
 
 
 def _allocate(optimizer: MegatronOptimizer) -> None:
