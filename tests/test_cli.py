@@ -28,7 +28,7 @@ def engine(monkeypatch):
     """An engine that notes what it is asked to do."""
     calls = []
     package = types.ModuleType("maniple.engines.megatron")
-    for name, function, code in (("trainer", "main", 5), ("dry_run", "run", 6)):
+    for name, function, code in (("trainer", "main", 5), ("dry_run", "run", 6), ("all_ranks", "run", 7)):
         module = types.ModuleType(f"maniple.engines.megatron.{name}")
         setattr(module, function, lambda *words, _code=code, **options: calls.append((words, options)) or _code)
         setattr(package, name, module)
@@ -105,6 +105,9 @@ def test_version_and_no_arguments(capsys):
         (["train", DEMO, "--dry-run", "--world-size", "2", "--rank", "2"], "--rank 2: expected 0 to 1"),
         (["train", DEMO, "--dry-run", "--world-size", "3"], "world size 3 is not a multiple of 2"),
         (["train", DEMO, "--rank", "0"], "belong to --dry-run"),
+        (["train", DEMO, "--all-ranks"], "belong to --dry-run"),
+        (["train", DEMO, "--dry-run", "--all-ranks"], "--dry-run needs --world-size"),
+        (["train", DEMO, "--dry-run", "--all-ranks", "--rank", "0", "--world-size", "2"], "leave --rank out"),
         (["train", DEMO, "--nproc", "2", "--nnodes", "2", "train.device=cpu"], "--nnodes 2 needs --master-addr"),
         (["models", "mixtral"], "mixtral-8x7b"),
         (["config"], "Missing command"),
@@ -141,6 +144,13 @@ def test_dry_run_is_in_this_process(engine):
     assert cli.main(words) == 6
     ((config, card, rank, world_size), options) = engine[0]
     assert (config.train.steps, card.hidden_size, rank, world_size, options) == (77, 192, 3, 4, {"as_json": True})
+
+
+def test_all_ranks_of_a_dry_run(engine):
+    words = ["--world-size", "4", "--json", "train.global_batch_size=32"]
+    assert cli.main(["train", DEMO, "--dry-run", "--all-ranks", *words]) == 7
+    (((job, _, world_size), options),) = engine
+    assert (job.name, world_size, options) == ("demo", 4, {"as_json": True})
 
 
 def test_a_rank_of_torchrun_trains_in_this_process(engine, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""The command line: `maniple train · models · data prepare · config show`.
+"""The command line: `maniple train · models · data prepare · checkpoint inspect, verify · config show`.
 
 Everything heavy is imported inside the command that needs it, so that `maniple --help` answers at once. Exit codes:
 0, 2 for a user's mistake (one line on standard error), 130 for Ctrl-C, and whatever a job's workers ended with.
@@ -12,13 +12,18 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from maniple import __version__
 from maniple.errors import UserError
 from maniple.launch import worker
+
+if TYPE_CHECKING:
+    from maniple.config.schema import TrainConfig
+    from maniple.launch.torchrun import Launch
+    from maniple.models.card import ModelCard
 
 app = typer.Typer(
     name="maniple",
@@ -28,8 +33,10 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Datasets for training.")
 config_app = typer.Typer(help="Job files.")
+checkpoint_app = typer.Typer(help="Checkpoints of runs.")
 app.add_typer(data_app, name="data")
 app.add_typer(config_app, name="config")
+app.add_typer(checkpoint_app, name="checkpoint")
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="job file (YAML)")]
 OptionalConfig = Annotated[Path | None, typer.Argument(metavar="CONFIG", help="job file (YAML); none: the defaults")]
@@ -60,15 +67,22 @@ def train(
     resume: Annotated[str | None, typer.Option(metavar="auto|DIR", help="go on from a checkpoint")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="one step of one rank, without a GPU or memory")] = False,
     rank: Annotated[int | None, typer.Option(help="with --dry-run: which rank (default 0)")] = None,
+    all_ranks: Annotated[
+        bool, typer.Option("--all-ranks", help="with --dry-run: every distinct rank, and whether they fit together")
+    ] = False,
     world_size: Annotated[int | None, typer.Option(help="with --dry-run: ranks of the whole job")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="with --dry-run: JSON on standard output")] = False,
-    nnodes: Annotated[int, typer.Option(help="nodes; run the same command on each")] = 1,
+    nnodes: Annotated[
+        str, typer.Option(metavar="N|MIN:MAX", help="nodes; run the same command on each; MIN:MAX: go on with fewer")
+    ] = "1",
     node_rank: Annotated[int | None, typer.Option(help="this node's number, from 0")] = None,
     master_addr: Annotated[str | None, typer.Option(help="host of node 0")] = None,
     master_port: Annotated[int | None, typer.Option(help="a free port of node 0")] = None,
     rdzv_backend: Annotated[str | None, typer.Option(help="rendezvous instead of --master-*, as in torchrun")] = None,
     rdzv_endpoint: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="where the nodes meet")] = None,
     rdzv_id: Annotated[str | None, typer.Option(help="the job's name at the rendezvous")] = None,
+    rdzv_conf: Annotated[str | None, typer.Option(help="as in torchrun, e.g. join_timeout=600")] = None,
+    max_restarts: Annotated[int, typer.Option(help="start the processes again after a failure, so often")] = 0,
 ) -> int:
     """Train a model: starts one process a GPU through torchrun, or is one of them where torchrun started it."""
     from maniple.config.check import check, resolve_card
@@ -86,11 +100,19 @@ def train(
         check(job, card, world_size)
         if not 0 <= (rank or 0) < world_size:
             raise UserError(f"--rank {rank}: expected 0 to {world_size - 1} for --world-size {world_size}")
+        if all_ranks:
+            if rank is not None:
+                raise UserError("--all-ranks runs every distinct rank: leave --rank out")
+            from maniple.engines.megatron import all_ranks as every
+
+            return every.run(job, card, world_size, as_json=as_json)
         from maniple.engines.megatron import dry_run as dry
 
         return dry.run(job, card, rank or 0, world_size, as_json=as_json)
-    if rank is not None or world_size is not None or as_json:
-        raise UserError("--rank, --world-size and --json belong to --dry-run; --nproc sets how many processes train")
+    if rank is not None or world_size is not None or all_ranks or as_json:
+        raise UserError(
+            "--rank, --all-ranks, --world-size and --json belong to --dry-run; --nproc sets how many processes train"
+        )
 
     if worker.is_worker():
         if nproc is not None:
@@ -101,7 +123,7 @@ def train(
         faulthandler.enable(file=2)
         from maniple.engines.megatron import trainer
 
-        return trainer.main(job, card)
+        return trainer.main(job, card, restarted=worker.is_restarted(), report=worker.report)
 
     from maniple.launch import torchrun
 
@@ -114,10 +136,36 @@ def train(
         rdzv_backend=rdzv_backend,
         rdzv_endpoint=rdzv_endpoint,
         rdzv_id=rdzv_id,
+        rdzv_conf=rdzv_conf,
+        max_restarts=max_restarts,
+        stop_grace_seconds=job.train.stop_grace_seconds,
     )
     launch.check()
     check(job, card, launch.world_size, gpus_per_node=launch.nproc)
+    _check_fewer_nodes(job, card, launch)
+    from maniple.data.sources import check_files
+
+    check_files(job.data)
     return torchrun.run(launch, "maniple", ["train", *(f"--set={text}" for text in sets), "--", str(config)])
+
+
+def _check_fewer_nodes(job: TrainConfig, card: ModelCard, launch: Launch) -> None:
+    """UserError if the job does not fit the least number of nodes that it may go on with, naming those that it fits."""
+    from maniple.config.check import check
+
+    fewest, most = launch.node_range
+    fits, refusals = [], {}
+    for nodes in range(fewest, most + 1):
+        try:
+            check(job, card, nodes * launch.nproc, gpus_per_node=launch.nproc)
+            fits.append(nodes)
+        except UserError as error:
+            refusals[nodes] = str(error)
+    if fewest in refusals:
+        raise UserError(
+            f"--nnodes {launch.nnodes}: with {fewest} node{'s' if fewest > 1 else ''} {refusals[fewest]}; the job fits "
+            f"{', '.join(map(str, fits))}"
+        )
 
 
 def _processes(nproc: int | None, device: str) -> int:
@@ -220,6 +268,24 @@ def prepare(
     print(f"{output}: {done.documents:,} documents, {done.tokens:,} tokens in {done.seconds:.1f} s", file=sys.stderr)
 
 
+@checkpoint_app.command()
+def inspect(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="RUN/checkpoints/step_…")], as_json: AsJson = False
+) -> None:
+    """Say what a checkpoint holds: step, model, layout, sizes, versions; with --json every tensor too."""
+    from maniple.engines.megatron import checkpoint_report
+
+    checkpoint_report.inspect(folder, as_json=as_json)
+
+
+@checkpoint_app.command()
+def verify(folder: Annotated[Path, typer.Argument(metavar="DIR", help="a checkpoint, or a run: all of its")]) -> None:
+    """Read every file and compare it with its digest; exit code 2, and what is damaged, if one differs."""
+    from maniple.engines.megatron import checkpoint_report
+
+    checkpoint_report.verify(folder)
+
+
 @config_app.command()
 def show(config: OptionalConfig = None, overrides: Overrides = None, set_: Set = None, as_json: AsJson = False) -> None:
     """Print every effective value of a job and where it came from."""
@@ -238,6 +304,7 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         if worker.is_launched():
             worker.record(error)  # the launcher prints it, once for all ranks
+            worker.leave(2)
         else:
             _complain(str(error))
         return 2
@@ -254,6 +321,9 @@ def main(arguments: list[str] | None = None) -> int:
             return 2
         if isinstance(error, typer.Abort):
             return 130
+        if worker.is_launched():  # the launcher prints it, if it was the first
+            worker.record(error)
+            worker.leave(1)
         if worker.is_worker():
             worker.record(error)
         raise

@@ -14,18 +14,28 @@ from pathlib import Path
 from maniple import cli
 from maniple.errors import UserError
 from maniple.launch import torchrun, worker
+from maniple.metrics import pulse
 
 
-def _train(config, card) -> int:
+class Hang(RuntimeError):
+    """As the engine's watch has it."""
+
+
+def _train(config, card, *, restarted, report) -> int:
     rank = int(os.environ["RANK"])
+    pulse.start(rank).enter(pulse.FORWARD, 7)
     ending, _, who = os.environ["ENDING"].partition("@")
-    report = os.environ.get("REPORT")
-    if report:
+    folder = os.environ.get("REPORT")
+    if folder:
         facts = {name: os.environ.get(name) for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")}
         facts |= {"steps": config.train.steps, "name": config.name, "card": card.name, "tty": sys.stderr.isatty()}
-        facts |= {"resume": config.checkpoint.resume}
-        Path(report, f"{rank}.json").write_text(json.dumps(facts))
+        facts |= {"resume": config.checkpoint.resume, "restarted": restarted}
+        Path(folder, f"{rank}.json").write_text(json.dumps(facts))
+        with open(Path(folder, f"{rank}.starts"), "a") as starts:
+            starts.write(f"{restarted}\n")
     if who and rank != int(who):
+        if restarted:
+            return 0
         time.sleep(60)
     if ending == "user_error":
         raise UserError("the corpus is shorter than one sequence: give more text")
@@ -33,6 +43,27 @@ def _train(config, card) -> int:
         raise RuntimeError("boom")
     if ending == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if ending == "kill_once":
+        if not restarted:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+    if ending == "quarrel":  # rank 1 fails, and rank 0, which needed it, says so at once
+        words = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+        while rank == 0 and not (words.parents[1] / "1" / words.name).exists():
+            time.sleep(0.001)
+        raise RuntimeError("boom" if rank == 1 else "connection closed by peer")
+    if ending == "hang":
+        report(Hang("step 7: rank 1 stopped in data loading 61 s ago; rank 0 waits in backward"))
+        os._exit(pulse.HUNG)
+    if ending == "stop":  # as the trainer does: finishes what it is at, then ends well
+        asked = []
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, frame: asked.append(number))
+        print("waiting", flush=True)
+        while not asked:
+            time.sleep(0.05)
+        time.sleep(float(os.environ.get("SAVES_FOR", "1")))
+        return 0
     if ending == "sleep":
         print("waiting", flush=True)
         time.sleep(60)

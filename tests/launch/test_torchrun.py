@@ -16,6 +16,7 @@ import maniple
 from maniple.errors import UserError
 from maniple.launch.torchrun import Launch
 
+START = "maniple: starting {}\n"
 HERE = Path(__file__).parent
 DEMO = str(HERE.parents[1] / "configs" / "demo.yaml")
 
@@ -42,10 +43,11 @@ def busy_port():
 
 
 def test_one_node_meets_on_the_loopback():
-    assert Launch(4).torchrun_arguments("maniple", ["train", "x.yaml"]) == [
-        *("--nproc-per-node=4", "--nnodes=1", "--max-restarts=0", "--standalone", "--local-addr=127.0.0.1"),
-        *("--module", "maniple", "train", "x.yaml"),
+    asked = Launch(4).torchrun_arguments("maniple", ["train", "x.yaml"])
+    assert asked[:5] == [
+        *("--nproc-per-node=4", "--nnodes=1", "--max-restarts=0", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0")
     ]
+    assert asked[6:] == ["--local-addr=127.0.0.1", "--module", "maniple", "train", "x.yaml"]
     assert Launch(4).world_size == 4
 
 
@@ -75,6 +77,15 @@ def test_several_nodes_meet_at_an_address_or_a_rendezvous():
         ({"nproc": 1, "node_rank": 1}, "--node-rank 1: expected 0 to 0"),
         ({"nproc": 1, "master_addr": "a", "rdzv_endpoint": "b:1"}, "two ways to meet"),
         ({"nproc": 1, "rdzv_id": "b"}, "need --rdzv-endpoint"),
+        ({"nproc": 1, "rdzv_conf": "join_timeout=5"}, "need --rdzv-endpoint"),
+        ({"nproc": 1, "nnodes": "two"}, "--nnodes two: expected a number of nodes, or MIN:MAX"),
+        ({"nproc": 1, "nnodes": "3:2", "rdzv_endpoint": "b:1"}, "the least number of nodes comes first"),
+        ({"nproc": 1, "nnodes": "1:2"}, "nodes that come and go meet through --rdzv-endpoint"),
+        ({"nproc": 1, "max_restarts": -1}, "--max-restarts -1: expected 0 or more"),
+        (
+            {"nproc": 1, "nnodes": 2, "master_addr": "a", "node_rank": 0, "max_restarts": 1},
+            "nodes agree on a restart through --rdzv-endpoint",
+        ),
         ({"nproc": 1, "master_port": 70000}, "--master-port 70000: expected 1 to 65535"),
     ],
 )
@@ -93,7 +104,7 @@ def test_a_port_in_use_is_found_before_the_start(busy_port):
 def test_a_port_in_use_is_one_line_and_exit_code_2(busy_port, tmp_path):
     done = run("0", "--nproc", "2", "--master-port", str(busy_port), REPORT=str(tmp_path))
     assert done.returncode == 2
-    assert done.stderr.startswith(f"maniple: error: --master-port {busy_port} is in use")
+    assert done.stderr.startswith(f"maniple: error: --master-port {busy_port} is in use")  # before anything starts
     assert done.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
@@ -104,9 +115,11 @@ def test_exit_code_7_in_7_out_and_the_report_is_there(tmp_path):
     env.pop("OMP_NUM_THREADS", None)
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 7
-    assert "exitcode  : 7" in done.stderr
+    assert done.stderr.splitlines()[-1] in [
+        f"maniple: rank {n} ended with exit code 7 in step 7, forward" for n in "01"
+    ]
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
-    facts = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
+    facts = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
     assert facts
     for fact in facts:
         assert (fact["WORLD_SIZE"], fact["MASTER_ADDR"], fact["OMP_NUM_THREADS"]) == ("2", "127.0.0.1", str(threads))
@@ -116,26 +129,100 @@ def test_exit_code_7_in_7_out_and_the_report_is_there(tmp_path):
 def test_a_workers_mistake_is_one_line_and_exit_code_2():
     done = run("user_error", "--nproc", "2")
     assert done.returncode == 2
-    assert done.stderr == "maniple: error: the corpus is shorter than one sequence: give more text\n"
+    assert (
+        done.stderr
+        == START.format("2 processes") + "maniple: error: the corpus is shorter than one sequence: give more text\n"
+    )
 
 
 def test_a_mistake_of_one_worker_ends_the_others():
     done = run("user_error@1", "--nproc", "2")
     assert done.returncode == 2
-    assert done.stderr == "maniple: error: the corpus is shorter than one sequence: give more text\n"
+    assert (
+        done.stderr
+        == START.format("2 processes") + "maniple: error: the corpus is shorter than one sequence: give more text\n"
+    )
+
+
+def test_a_mistake_is_not_repeated(tmp_path):
+    done = run("user_error@1", "--nproc", "2", "--max-restarts", "3", REPORT=str(tmp_path))
+    assert done.returncode == 2
+    assert (tmp_path / "1.starts").read_text() == "False\n"
 
 
 def test_a_crash_keeps_its_traceback():
     done = run("crash", "--nproc", "1", "parallel.expert_parallel_size=1")
     assert done.returncode == 1
-    assert "RuntimeError: boom" in done.stderr
-    assert "FAILED" in done.stderr
+    assert done.stderr.count("Traceback") == 1
+    assert done.stderr.splitlines()[-1] == "maniple: rank 0 failed in step 7, forward: RuntimeError: boom"
+
+
+def test_the_first_failure_is_told_and_no_other():
+    done = run("quarrel", "--nproc", "2")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "maniple: rank 1 failed in step 7, forward: RuntimeError: boom"
+    assert "rank 0" not in done.stderr
+    assert done.stderr.count("Traceback") == 1
 
 
 def test_a_killed_worker_gives_128_and_the_signal():
-    done = run("kill", "--nproc", "1", "parallel.expert_parallel_size=1")
+    started = time.monotonic()
+    done = run("kill@1", "--nproc", "2")
     assert done.returncode == 128 + signal.SIGKILL
-    assert "Signal 9 (SIGKILL)" in done.stderr
+    assert done.stderr == START.format("2 processes") + (
+        "maniple: rank 1 was ended by signal 9 (SIGKILL) in step 7, forward\n"
+    )
+    assert time.monotonic() - started < 50  # the other one would sleep for 60 s, and upstream waits for 30 s
+
+
+def test_a_hang_is_told_in_its_own_words():
+    done = run("hang@0", "--nproc", "2")
+    assert done.returncode == 124
+    assert done.stderr.splitlines()[1:] == [
+        "maniple: step 7: rank 1 stopped in data loading 61 s ago; rank 0 waits in backward"
+    ]
+
+
+def test_a_killed_worker_is_started_again(tmp_path):
+    done = run("kill_once@1", "--nproc", "2", "--max-restarts", "1", REPORT=str(tmp_path))
+    # rank 0 sleeps for 60 s in both lives: it is ended with the first
+    assert "rank 1 was ended by signal 9 (SIGKILL) in step 7, forward · 1 restart left" in done.stderr
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "1.starts").read_text() == "False\nTrue\n"
+
+
+def test_restarts_come_to_an_end(tmp_path):
+    done = run("kill", "--nproc", "1", "--max-restarts", "1", "parallel.expert_parallel_size=1", REPORT=str(tmp_path))
+    assert done.returncode == 128 + signal.SIGKILL
+    assert (tmp_path / "0.starts").read_text() == "False\nTrue\n"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_workers_may_save_before_they_stop(number, code):
+    command, env = job("stop", "--nproc", "1", "parallel.expert_parallel_size=1")
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"waiting\n"
+        process.send_signal(number)
+        process.wait(timeout=60)
+        assert process.returncode == code
+        assert process.stderr.read().decode() == START.format("1 process")
+
+
+@pytest.mark.parametrize("twice", [True, False], ids=["a second signal", "the time is over"])
+def test_a_stop_has_an_end(twice):
+    grace = [] if twice else ["train.stop_grace_seconds=1"]
+    command, env = job("stop", "--nproc", "1", "parallel.expert_parallel_size=1", *grace, SAVES_FOR="100")
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout.readline() == b"waiting\n"
+        process.terminate()
+        if twice:
+            time.sleep(1)
+            process.terminate()
+        started = time.monotonic()
+        process.wait(timeout=80)
+        assert process.stdout.read() == b""  # the worker is gone too
+        assert process.returncode == 128 + signal.SIGTERM
+    assert time.monotonic() - started < 60
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -144,7 +231,7 @@ def test_workers_write_to_the_terminal_at_once_and_get_signals(number, tmp_path)
     screen, terminal = pty.openpty()
     with subprocess.Popen(command, env=env, stdin=terminal, stdout=terminal, stderr=terminal) as process:
         seen = b""
-        while not seen.endswith(b"\n"):  # the worker sleeps, and yet its line is here
+        while not seen.endswith(b"waiting\r\n"):  # the worker sleeps, and yet its line is here
             seen += os.read(screen, 1000)
         process.send_signal(number)
         process.wait(timeout=60)
@@ -153,7 +240,7 @@ def test_workers_write_to_the_terminal_at_once_and_get_signals(number, tmp_path)
     with pytest.raises(OSError, match="Input/output error"):  # nothing more was written: no traceback, no report
         os.read(screen, 1000)
     os.close(screen)
-    assert seen == b"waiting\r\n"
+    assert seen == b"maniple: starting 1 process\r\nwaiting\r\n"
     assert process.returncode == 128 + number
     assert json.loads((tmp_path / "0.json").read_text())["tty"] is True
 

@@ -70,20 +70,22 @@ def test_records_are_sorted_into_what_they_are():
         {"step": 1, "loss": 2.0, "expert_counts": [[1]]},
         {"step": 2, "loss": None, "expert_counts": [[1, 2]]},
         {"step": 3, "validation_loss": 1.5},
+        {"step": 3, "event": "spike", "action": "warn"},
         {"step": 4, "loss": 1.0, "expert_counts": [[3, 4]]},
     ]
-    training, validation, steps_N, counts_NLE = _read(records)
+    training, validation, events, steps_N, counts_NLE = _read(records)
     steps, values = _series(training, "loss")
     assert steps.tolist() == [1, 2, 4]
     np.testing.assert_array_equal(values, [2.0, np.nan, 1.0])
     assert validation == [{"step": 3, "validation_loss": 1.5}]
+    assert events == [{"step": 3, "event": "spike", "action": "warn"}]
     assert steps_N.tolist() == [2, 4]
     assert counts_NLE.tolist() == [[[1, 2]], [[3, 4]]]
 
 
 def test_counts_of_a_long_run_are_thinned_out_evenly():
     records = ({"step": step, "loss": 1.0, "expert_counts": [[step, 1]]} for step in range(1, 5001))
-    training, _, steps_N, counts_NLE = _read(records)
+    training, _, _, steps_N, counts_NLE = _read(records)
     assert len(training) == 5000
     assert 500 <= len(steps_N) <= 1000
     assert set(np.diff(steps_N)) == {8}

@@ -1,8 +1,9 @@
-"""Starts the processes of this node with torchrun, and ends as they ended.
+"""Starts the processes of this node with torchrun's machinery, and ends as they ended.
 
-torchrun runs inside this process (`torch.distributed.run.run`) and not as a child, for three reasons: as a program it
-exits with 1 whatever its workers exited with; its handlers of SIGTERM and SIGINT, which pass the signal on to the
-workers, then serve without a relay; and workers inherit this process's terminal, so that their output stays live.
+torchrun runs inside this process and not as a child, for three reasons: as a program it exits with 1 whatever its
+workers exited with; its handlers of SIGTERM and SIGINT, which pass the signal on to the workers, then serve without a
+relay; and workers inherit this process's terminal, so that their output stays live. Options are torchrun's own, read by
+torchrun; its agent is subclassed in `agent.py`.
 """
 
 from __future__ import annotations
@@ -10,17 +11,29 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shlex
+import signal
 import socket
 import sys
-from collections.abc import Sequence
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from maniple.errors import UserError
-from maniple.launch.worker import LAUNCHED
+from maniple.launch.worker import LAUNCHED, RESTARTED
+
+if TYPE_CHECKING:
+    from maniple.launch.agent import Agent
 
 _DEFAULT_PORT = 29500  # torchrun's own
-# The loggers that report a worker's end: held back until it is known whether that end is a user's mistake.
-_REPORTERS = ("torch.distributed.elastic.multiprocessing.api", "torch.distributed.elastic.agent.server.api")
+# Loggers that tell of every closed process and broken connection: `agent.py` says why a job ended, in one line.
+_REPORTERS = (
+    *("torch.distributed.elastic.multiprocessing.api", "torch.distributed.elastic.agent.server.api"),
+    *("torch.distributed.elastic.rendezvous.dynamic_rendezvous", "torch.distributed.elastic.rendezvous.utils"),
+)
 
 
 @dataclass(frozen=True)
@@ -28,106 +41,171 @@ class Launch:
     """Which processes to start. One node alone needs `nproc` only; it meets on a free port of the loopback.
 
     Several nodes meet at `master_addr:master_port`, each with its `node_rank`, or through a rendezvous
-    (`rdzv_backend`, `rdzv_endpoint`, `rdzv_id` as torchrun has them), which hands out the ranks itself.
+    (`rdzv_backend`, `rdzv_endpoint`, `rdzv_id`, `rdzv_conf` as torchrun has them), which hands out the ranks itself.
+    nnodes: a number, or `MIN:MAX` with a rendezvous: the job goes on with fewer nodes when some are lost.
+    max_restarts: how often the processes are started again after a failure that is not a user's mistake.
+    stop_grace_seconds: time to save and end after SIGTERM or SIGINT.
     """
 
     nproc: int
-    nnodes: int = 1
+    nnodes: int | str = 1
     node_rank: int | None = None
     master_addr: str | None = None
     master_port: int | None = None
     rdzv_backend: str | None = None
     rdzv_endpoint: str | None = None
     rdzv_id: str | None = None
+    rdzv_conf: str | None = None
+    max_restarts: int = 0
+    stop_grace_seconds: float = 30.0
+
+    @property
+    def node_range(self) -> tuple[int, int]:
+        """Fewest and most nodes. Raises UserError if `nnodes` is neither a number nor `MIN:MAX`."""
+        fewest, _, most = str(self.nnodes).partition(":")
+        if not (fewest.isascii() and fewest.isdecimal() and (not most or (most.isascii() and most.isdecimal()))):
+            raise UserError(f"--nnodes {self.nnodes}: expected a number of nodes, or MIN:MAX")
+        return int(fewest), int(most or fewest)
 
     @property
     def world_size(self) -> int:
-        return self.nproc * self.nnodes
+        """Ranks of the job with all its nodes."""
+        return self.nproc * self.node_range[1]
 
     @property
     def _static(self) -> bool:
         """Whether the nodes meet at a given address rather than through a rendezvous."""
-        return (self.nnodes > 1 and not self._rendezvous) or bool(self.master_addr or self.master_port)
+        return (self.node_range[1] > 1 and not self._rendezvous) or bool(self.master_addr or self.master_port)
 
     @property
     def _rendezvous(self) -> bool:
-        return bool(self.rdzv_backend or self.rdzv_endpoint or self.rdzv_id)
+        return bool(self.rdzv_backend or self.rdzv_endpoint or self.rdzv_id or self.rdzv_conf)
 
     def check(self) -> None:
         """Raises UserError, before anything starts, for options that contradict each other or a port in use."""
-        if self.nproc < 1 or self.nnodes < 1:
+        fewest, most = self.node_range
+        if self.nproc < 1 or fewest < 1:
             raise UserError(f"--nproc {self.nproc} --nnodes {self.nnodes}: a job has at least one process and node")
+        if most < fewest:
+            raise UserError(f"--nnodes {self.nnodes}: the least number of nodes comes first")
+        if self.max_restarts < 0:
+            raise UserError(f"--max-restarts {self.max_restarts}: expected 0 or more")
         if self._rendezvous:
             if self.master_addr or self.master_port or self.node_rank is not None:
                 raise UserError(
                     "--rdzv-* and --master-addr, --master-port or --node-rank are two ways to meet: give one of them"
                 )
             if not self.rdzv_endpoint:
-                raise UserError("--rdzv-backend and --rdzv-id need --rdzv-endpoint HOST:PORT")
+                raise UserError("--rdzv-backend, --rdzv-id and --rdzv-conf need --rdzv-endpoint HOST:PORT")
             return
-        if self.nnodes > 1 and (self.master_addr is None or self.node_rank is None):
+        if fewest != most:
+            raise UserError(f"--nnodes {self.nnodes}: nodes that come and go meet through --rdzv-endpoint HOST:PORT")
+        if most > 1 and (self.master_addr is None or self.node_rank is None):
             raise UserError(
-                f"--nnodes {self.nnodes} needs --master-addr HOST and --node-rank R on every node, or --rdzv-endpoint"
+                f"--nnodes {most} needs --master-addr HOST and --node-rank R on every node, or --rdzv-endpoint"
             )
-        if not 0 <= (self.node_rank or 0) < self.nnodes:
-            raise UserError(f"--node-rank {self.node_rank}: expected 0 to {self.nnodes - 1} for --nnodes {self.nnodes}")
+        if most > 1 and self.max_restarts:
+            raise UserError(
+                f"--max-restarts {self.max_restarts} with {most} nodes: nodes agree on a restart through "
+                "--rdzv-endpoint HOST:PORT, not through --master-addr"
+            )
+        if not 0 <= (self.node_rank or 0) < most:
+            raise UserError(f"--node-rank {self.node_rank}: expected 0 to {most - 1} for --nnodes {most}")
         if self._static and not self.node_rank:
             _check_port(self.master_port or _DEFAULT_PORT)
 
     def torchrun_arguments(self, module: str, arguments: Sequence[str]) -> list[str]:
-        """torchrun's arguments to run `python -m module arguments...` on every rank; no restarts."""
-        out = [f"--nproc-per-node={self.nproc}", f"--nnodes={self.nnodes}", "--max-restarts=0"]
+        """torchrun's arguments to run `python -m module arguments...` on every rank."""
+        out = [f"--nproc-per-node={self.nproc}", f"--nnodes={self.nnodes}", f"--max-restarts={self.max_restarts}"]
         if self._rendezvous:
             out += [f"--rdzv-backend={self.rdzv_backend or 'c10d'}", f"--rdzv-endpoint={self.rdzv_endpoint}"]
             out += [f"--rdzv-id={self.rdzv_id}"] if self.rdzv_id else []
+            out += [f"--rdzv-conf={self.rdzv_conf}"] if self.rdzv_conf else []
+            on_loopback = (self.rdzv_endpoint or "").rpartition(":")[0] in ("127.0.0.1", "localhost")
+            out += ["--local-addr=127.0.0.1"] if on_loopback else []
         elif self._static:
             out += [f"--master-addr={self.master_addr or '127.0.0.1'}", f"--node-rank={self.node_rank or 0}"]
             out += [f"--master-port={self.master_port or _DEFAULT_PORT}"]
         else:  # the loopback by its number: a machine's own name need not resolve
-            out += ["--standalone", "--local-addr=127.0.0.1"]
+            out += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", f"--rdzv-id={uuid.uuid4()}"]
+            out += ["--local-addr=127.0.0.1"]
         return [*out, "--module", module, *arguments]
+
+    def __str__(self) -> str:
+        fewest, most = self.node_range
+        count = f"{self.nproc} process{'es' if self.nproc > 1 else ''}"
+        if most == 1:
+            return count
+        return f"{count} of this node; {most if fewest == most else f'{fewest} to {most}'} nodes meet"
 
 
 def run(launch: Launch, module: str, arguments: Sequence[str]) -> int:
     """Runs `python -m module arguments...` as every rank of this node; returns the exit code of the job.
 
-    0 if all ranks ended well; else the code of the rank that failed first, with 128 + n for a signal n, after
-    torchrun's report. A rank's UserError is raised here as one, in the worker's words and without the report.
-    Call from the main thread, since torchrun sets signal handlers.
+    0 if all ranks ended well, also after a SIGTERM by which they saved and stopped (130 after Ctrl-C); else the code of
+    the rank that failed first, with 128 + n for a signal n, after one line that says why and where. A rank's UserError
+    is raised here as one, in the worker's words. Call from the main thread, since torchrun sets signal handlers.
     """
     launch.check()
+    print(f"maniple: starting {launch}", file=sys.stderr, flush=True)  # what follows imports torch, which takes seconds
     os.environ[LAUNCHED] = "1"
+    os.environ.pop(RESTARTED, None)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // launch.nproc)))
 
     import torch.distributed
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
 
-    held = _HeldLogs()
+    from maniple.launch.agent import Agent, describe, make_spec
+    from maniple.metrics import pulse
+    from maniple.metrics.summary import COMMAND
+
+    os.environ[COMMAND] = shlex.join(["maniple", *sys.argv[1:]])
+    with tempfile.TemporaryDirectory(prefix="maniple-") as folder, _quiet():
+        os.environ[pulse.DIRECTORY] = folder
+        words = [f"--log-dir={folder}", *launch.torchrun_arguments(module, arguments)]
+        config, program, program_words = torchrun.config_from_args(torchrun.parse_args(words))
+        agent: Agent | None = None
+        try:
+            spec = make_spec(config, program, program_words)
+            agent = Agent(spec, config.logs_specs, stop_grace_seconds=launch.stop_grace_seconds)
+            result = agent.run_to_end()
+        except SignalException as error:
+            ended_well = agent is not None and agent.exit_codes and not any(agent.exit_codes)
+            return 0 if ended_well and error.sigval == signal.SIGTERM else 128 + error.sigval
+        except RendezvousClosedError:
+            line = "the job has ended on another node"
+            raise UserError(f"{line}: {agent.failure.line}" if agent and agent.failure else line) from None
+        except (torch.distributed.DistError, RendezvousError) as error:
+            raise UserError(f"torchrun could not bring the processes together: {_reason(error, agent)}") from error
+        if result is None or not result.is_failed():
+            return 0
+        assert agent.failure is not None
+        if agent.failure.is_mistake:
+            raise UserError(agent.failure.message)
+        describe(agent.failure)
+        return agent.failure.exit_code
+
+
+def _reason(error: Exception, agent: Agent | None) -> str:
+    text = (str(error).splitlines() or [""])[0] or type(error).__name__
+    joined = agent.joined() if agent is not None else None
+    return text if joined is None else f"{text} ({joined})"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps the loggers that would bury the reason of a failure to themselves."""
+    loggers = [logging.getLogger(name) for name in _REPORTERS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
     try:
-        torchrun.run(torchrun.parse_args(launch.torchrun_arguments(module, arguments)))
-    except ChildFailedError as error:
-        failures = list(error.failures.values())
-        mistakes = list(dict.fromkeys(message for failure in failures if (message := _user_error(failure))))
-        # Ranks that were fine are ended by torchrun with SIGTERM, and after 30 s with SIGKILL.
-        explained = all(_user_error(failure) or failure.exitcode in (-15, -9) for failure in failures)
-        if not (mistakes and explained):
-            held.release()
-            print(error.format_msg(), file=sys.stderr)
-        if mistakes:
-            raise UserError(" · ".join(mistakes)) from None
-        first = min(failures, key=lambda failure: (failure.timestamp, failure.exitcode == -15))
-        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
-    except SignalException as error:
-        return 128 + error.sigval
-    except (torch.distributed.DistError, RendezvousError) as error:
-        held.release()
-        raise UserError(f"torchrun could not bring the processes together: {str(error).splitlines()[0]}") from error
+        yield
     finally:
-        held.close()
-    return 0
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def visible_gpus() -> int:
@@ -135,14 +213,6 @@ def visible_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
-
-
-def _user_error(failure) -> str | None:
-    """The message of a rank that ended by a UserError, as `worker.record` left it; None for any other end."""
-    if failure.exitcode != 2 or not isinstance(failure.message, dict):
-        return None
-    kind, _, message = failure.message.get("message", "").partition(": ")
-    return message if kind == UserError.__name__ else None
 
 
 def _check_port(port: int) -> None:
@@ -159,25 +229,3 @@ def _check_port(port: int) -> None:
                     " (one node alone may leave it out and gets a free one)"
                 ) from None
             raise UserError(f"--master-port {port} cannot be used: {error.strerror}") from None
-
-
-class _HeldLogs:
-    """Keeps the records of some loggers aside: `release` emits them late, `close` ends the holding."""
-
-    def __init__(self) -> None:
-        self._records: list[logging.LogRecord] = []
-        for name in _REPORTERS:
-            logging.getLogger(name).addFilter(self._hold)
-
-    def _hold(self, record: logging.LogRecord) -> bool:
-        self._records.append(record)
-        return False
-
-    def close(self) -> None:
-        for name in _REPORTERS:
-            logging.getLogger(name).removeFilter(self._hold)
-
-    def release(self) -> None:
-        self.close()
-        for record in self._records:
-            logging.getLogger(record.name).handle(record)

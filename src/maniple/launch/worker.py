@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
 from maniple.errors import UserError
 
 LAUNCHED = "MANIPLE_LAUNCHED"  # set for workers that `maniple train` started, not for those of a bare torchrun
+RESTARTED = "MANIPLE_RESTARTED"  # set for workers that `maniple train` started anew, after a failure or for other nodes
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # in the order that `world_size` reads them
 _MEETING = ("MASTER_ADDR", "MASTER_PORT")
 
@@ -24,6 +27,11 @@ def is_worker() -> bool:
 def is_launched() -> bool:
     """Whether `maniple train` itself started this worker, so that it prints what is recorded here."""
     return is_worker() and os.environ.get(LAUNCHED) == "1"
+
+
+def is_restarted() -> bool:
+    """Whether this worker takes the place of one that has failed, or of one of another number of nodes."""
+    return os.environ.get(RESTARTED) == "1" or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def world_size() -> int:
@@ -61,6 +69,20 @@ def end_with_launcher() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def leave(code: int) -> NoReturn:
+    """Ends this process at once with its streams written: an orderly end would wait for peers that are gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def report(error: BaseException) -> None:
+    """Leaves the error for the launcher, or prints it in one line where no `maniple train` will."""
+    record(error)
+    if not is_launched():
+        print(f"maniple: error: {error}", file=sys.stderr, flush=True)
+
+
 def record(error: BaseException) -> None:
     """Leaves the error, its time and traceback in the file that torchrun named for this rank, in torchrun's format.
 
@@ -69,6 +91,10 @@ def record(error: BaseException) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return
-    details = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
+    now = time.time()
+    details = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(now)), "moment": now}
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": details}
-    Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
+    # under another name first: the launcher reads it at any moment
+    fresh = Path(f"{path}.new")
+    fresh.write_text(json.dumps({"message": message}), encoding="utf-8")
+    fresh.rename(path)

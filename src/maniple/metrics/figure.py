@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 _INK, _GREY, _GRID = "#22272e", "#8b949e", "#e6e9ed"
 _BLUE, _ORANGE, _GREEN, _RED = "#2563eb", "#ea7317", "#15803d", "#c2263a"
+_EVENT_MARKERS = "vDsP"
+_EVENT_WORDS = {"nonfinite": "not finite", "spike": "spike"}
+_ACTION_WORDS = {"warn": "kept", "skip": "left out", "rollback": "rolled back"}
 _LEFT = 0.014  # where headings begin, as a share of the width
 _MAX_LAYERS = 6  # more layers than this: that many of them, evenly chosen
 _MAX_LINES = 16  # more experts than this: a map instead of lines
@@ -68,7 +71,7 @@ def draw_curves(
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    training, validation, steps_N, counts_NLE = _read(iter_metrics(metrics_jsonl))
+    training, validation, events, steps_N, counts_NLE = _read(iter_metrics(metrics_jsonl))
     if not training:
         raise ValueError(f"{metrics_jsonl} has no training record to draw")
     num_layers = counts_NLE.shape[1]
@@ -84,7 +87,7 @@ def draw_curves(
         name = title or Path(metrics_jsonl).resolve().parent.name
         figure.suptitle(name, x=_LEFT, ha="left", size=14, weight="bold")
         parts = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
-        _draw_learning(parts[0], training, validation, unigram_entropy)
+        _draw_learning(parts[0], training, validation, unigram_entropy, events)
         if num_layers:
             _draw_experts(parts[1], steps_N, counts_NLE, rows, columns)
             _draw_imbalance(parts[2], steps_N, counts_NLE)
@@ -94,9 +97,10 @@ def draw_curves(
     return out
 
 
-def _read(records: Iterable[dict[str, Any]]) -> tuple[list[dict], list[dict], np.ndarray, np.ndarray]:
-    """Training and validation records without their counts; steps [N] and counts [N, L, E] of those that have some."""
-    training, validation = [], []
+def _read(records: Iterable[dict[str, Any]]) -> tuple[list[dict], list[dict], list[dict], np.ndarray, np.ndarray]:
+    """Training records, validation records and events, without counts; steps [N] and counts [N, L, E] of those that
+    have some."""
+    training, validation, events = [], [], []
     counts: list[tuple[int, np.ndarray]] = []
     stride, seen = 1, 0
     for record in records:
@@ -105,6 +109,8 @@ def _read(records: Iterable[dict[str, Any]]) -> tuple[list[dict], list[dict], np
             training.append(record)
         if record.get("validation_loss") is not None:
             validation.append(record)
+        if "event" in record:
+            events.append(record)
         if counts_LE:
             counts_LE = np.array(counts_LE, dtype=np.int64)
             if counts and counts[-1][1].shape != counts_LE.shape:  # another model: what came before is not comparable
@@ -115,7 +121,7 @@ def _read(records: Iterable[dict[str, Any]]) -> tuple[list[dict], list[dict], np
             if len(counts) > _MAX_COUNTS:
                 counts, stride = counts[::2], 2 * stride
     counts_NLE = np.array([counts_LE for _, counts_LE in counts]) if counts else np.zeros((0, 0, 0), np.int64)
-    return training, validation, np.array([step for step, _ in counts]), counts_NLE
+    return training, validation, events, np.array([step for step, _ in counts]), counts_NLE
 
 
 def _series(records: Sequence[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
@@ -144,6 +150,7 @@ def _draw_learning(
     training: Sequence[dict[str, Any]],
     validation: Sequence[dict[str, Any]],
     unigram_entropy: float | None,
+    events: Sequence[dict[str, Any]],
 ) -> None:
     side = [
         (key, name, color)
@@ -173,6 +180,22 @@ def _draw_learning(
     if unigram_entropy is not None:
         label = f"unigram entropy {unigram_entropy:.3f}"
         axes.axhline(unigram_entropy, color=_INK, ls=(0, (5, 3)), lw=1.1, label=label)
+    for number, kind in enumerate(dict.fromkeys((event["event"], event["action"]) for event in events)):
+        # along the lower edge: the loss of such a step may be no number
+        at = [event["step"] for event in events if (event["event"], event["action"]) == kind]
+        axes.plot(
+            at,
+            [0.02 + 0.04 * (number % 4)] * len(at),
+            transform=axes.get_xaxis_transform(),
+            ls="",
+            marker=_EVENT_MARKERS[number % 4],
+            ms=7,
+            color=_ORANGE,
+            mec="white",
+            mew=0.8,
+            clip_on=False,
+            label=f"{_EVENT_WORDS.get(kind[0], kind[0])}, {_ACTION_WORDS.get(kind[1], kind[1])}: {len(at)}",
+        )
     axes.set(title="Loss, nats a token", xlabel="step")
     _step_axis(axes)
     axes.legend(loc="best" if len(steps) == 1 else "upper right")

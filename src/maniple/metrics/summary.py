@@ -17,6 +17,8 @@ import psutil
 import maniple
 from maniple.metrics.records import write_json
 
+COMMAND = "MANIPLE_COMMAND"  # environment: the launcher's command line, which workers do not see otherwise
+
 
 def write_summary(
     run_dir: Path,
@@ -37,11 +39,11 @@ def write_summary(
     validation_loss, unigram_entropy: nats a token. tokens_per_second_per_gpu: a rank's, mean over the run's steps.
     mfu: share of 1; None where the device's peak is not known. peak_memory_bytes: of the heaviest rank.
     device: what the run's tensors were on, e.g. "cpu" or "cuda:0".
-    command: the words that started the run; None: `maniple` and this process's arguments. `more` is added as it is.
+    command: the words that started the run; None: the launcher's command line, else this process's.
+    `more` is added as it is.
     A NaN or infinite value is written as null and named under `nonfinite`.
     """
-    # `python -m maniple` and the installed script are the same command.
-    words = list(command) if command is not None else ["maniple", *sys.argv[1:]]
+    words = list(command) if command is not None else _command()
     path = run_dir / "summary.json"
     run_dir.mkdir(parents=True, exist_ok=True)
     write_json(
@@ -60,6 +62,12 @@ def write_summary(
         },
     )
     return path
+
+
+def _command() -> list[str]:
+    """The words that started the job: those of the launcher where there is one, else this process's own."""
+    # `python -m maniple` and the installed script are the same command.
+    return shlex.split(os.environ[COMMAND]) if COMMAND in os.environ else ["maniple", *sys.argv[1:]]
 
 
 def environment(device: Any = "cpu") -> dict[str, Any]:

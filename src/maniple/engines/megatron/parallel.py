@@ -6,12 +6,12 @@ import math
 import os
 import random
 from datetime import timedelta
+from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from maniple.config.layout import parse_layout
 from maniple.config.schema import TrainConfig
@@ -39,24 +39,28 @@ def pick_device(job: TrainConfig) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def start(job: TrainConfig, device: torch.device) -> None:
-    """Joins the process group that torchrun describes (or a group of one); builds Megatron-Core's groups and seeds."""
+def start(job: TrainConfig, device: torch.device, *, slack: float = 0.0) -> None:
+    """Joins the process group that torchrun describes (or a group of one); builds Megatron-Core's groups and seeds.
+
+    slack: seconds that collectives may take beyond the job's timeout, where a watch ends the job at the timeout itself.
+    """
     if not dist.is_initialized():
-        timeout = timedelta(seconds=job.parallel.collective_timeout_seconds)
+        timeout = timedelta(seconds=job.parallel.collective_timeout_seconds + slack)
         backend = "nccl" if device.type == "cuda" else "gloo"
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=timeout, device_id=device if backend == "nccl" else None)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    start_groups(job)
+    start_groups(job, slack=slack)
 
 
-def start_groups(job: TrainConfig) -> None:
+def start_groups(job: TrainConfig, *, slack: float = 0.0) -> None:
     """Megatron-Core's groups and seeds over a process group that exists."""
     parallel = job.parallel
     virtual = parallel.virtual_pipeline_size or 1
-    if parallel.pipeline_layout:
-        virtual = len(parse_layout(parallel.pipeline_layout)) // parallel.pipeline_parallel_size
+    stages = parse_layout(parallel.pipeline_layout) if parallel.pipeline_layout else []
+    if stages:
+        virtual = len(stages) // parallel.pipeline_parallel_size
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_parallel_size,
@@ -64,10 +68,24 @@ def start_groups(job: TrainConfig) -> None:
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
-        distributed_timeout_minutes=math.ceil(parallel.collective_timeout_seconds / 60),
+        get_embedding_ranks=partial(_embedding_ranks, stages),
+        distributed_timeout_minutes=math.ceil((parallel.collective_timeout_seconds + slack) / 60),
         create_gloo_process_groups=False,
     )
     seed_everything(job.train.seed)
+
+
+def _embedding_ranks(stages: list[str], pipeline_ranks: list[int]) -> list[int]:
+    """The ranks of a pipeline that hold copies of the embedding, whose gradients are summed: MTP layers have their own.
+
+    Upstream's default (parallel_state.py, `default_embedding_ranks`) is the first and the last: with the MTP layers in
+    another stage than the loss it leaves their copy out, and adds the output head's weight to the embedding instead.
+    """
+    holders = [
+        stage % len(pipeline_ranks) for stage, layers in enumerate(stages) if "m" in layers and "L" not in layers
+    ]
+    first, last = pipeline_ranks[0], pipeline_ranks[holders[0] if holders else -1]
+    return [first] if first == last else [first, last]
 
 
 def seed_everything(seed: int) -> None:
@@ -81,9 +99,15 @@ def seed_everything(seed: int) -> None:
 
 
 def stop_groups() -> None:
-    """Leaves nothing of a job but the process group, so that another job can start in it."""
+    """Leaves nothing of a job but the process group, so that another job can start in it.
+
+    Upstream's `destroy_model_parallel` forgets its groups and leaves them open: each of Gloo's keeps three threads.
+    """
+    groups = parallel_state._global_process_group_list or []
     parallel_state.destroy_model_parallel()
-    MTPLossLoggingHelper.tracker.clear()  # one for the process, sized by its first model
+    for group in groups:
+        if group is not None:  # stands for the default group
+            dist.destroy_process_group(group)
 
 
 def stop() -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from maniple.config.schema import TrainConfig
-from maniple.engines.megatron.model import routers
+from maniple.engines.megatron import context
+from maniple.engines.megatron.documents import padding
+from maniple.engines.megatron.model import routers, unwrap
+from maniple.metrics import pulse
 
 Batch = dict[str, torch.Tensor]
 
@@ -32,19 +35,26 @@ class StepStats:
     updated: bool
     expert_counts: dict[int, list[int]]  # by layer from 0; MTP depth d is num_layers + d
     stop: bool  # some rank asked to stop after this step
+    hurry: bool  # and was asked by a signal
 
 
 def forward_step(device: torch.device, batches: Iterator[Batch], model: torch.nn.Module):
     """The forward function that Megatron-Core's schedules call: (per-token losses, how to reduce them)."""
+    pulse.enter(pulse.DATA)
     batch = {key: value.to(device, non_blocking=True) for key, value in next(batches).items()}
+    pulse.enter(pulse.FORWARD)
+    documents_BS = batch.get("documents")
     losses_BS = model(
         input_ids=batch["tokens"],
         position_ids=batch["position_ids"],
-        attention_mask=None,
+        attention_mask=documents_BS,
+        padding_mask=None if documents_BS is None else padding(documents_BS),
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
     )
-    return losses_BS, partial(reduce_loss, batch["loss_mask"])
+    if torch.is_grad_enabled():
+        pulse.enter(pulse.BACKWARD)
+    return losses_BS, partial(reduce_loss, context.cut(batch["loss_mask"], parallel_state.get_context_parallel_group()))
 
 
 def reduce_loss(loss_mask_BS: torch.Tensor, losses_BS: torch.Tensor):
@@ -86,18 +96,62 @@ def run_schedule(chunks: list, batches: list[Iterator[Batch]], job: TrainConfig,
     )
 
 
-def train_step(chunks, optimizer, scheduler, batches, job: TrainConfig, device, *, ask_stop: bool = False) -> StepStats:
-    """Forward, backward and update of one global batch. Expert counts are read and zeroed here, once a step."""
-    for chunk in chunks:
-        chunk.zero_grad_buffer()
-    optimizer.zero_grad()
+def train_step(
+    chunks,
+    optimizer,
+    scheduler,
+    batches,
+    job: TrainConfig,
+    device,
+    *,
+    ask_stop: bool = False,
+    ask_hurry: bool = False,
+    may_update: Callable[[float, float], bool] = lambda loss, grad_norm: True,
+) -> StepStats:
+    """Forward, backward and update of one global batch. Expert counts are read and zeroed here, once a step.
+
+    may_update: called with the loss and the gradient norm, which are the same on every rank, before anything is
+    changed; where it is false weights, moments, schedule and balancing biases stay as they were.
+    """
+    zero_gradients(chunks, optimizer)
     counts = _CountSnapshot(chunks)
     with counts:
         reduced = run_schedule(chunks, batches, job, device, forward_only=False)
-    updated, grad_norm, _ = optimizer.step()
+    pulse.enter(pulse.STATISTICS)
+    stats = _gather(chunks, reduced, counts, job, device, ask_stop, ask_hurry)
+    pulse.enter(pulse.UPDATE)
+    grad_norm = prepare_update(optimizer)
+    updated = may_update(stats.loss, grad_norm)
     if updated:
+        apply_update(optimizer, grad_norm)
         scheduler.step(increment=1)
-    return _gather(chunks, reduced, counts, float(grad_norm or 0.0), bool(updated), job, device, ask_stop)
+    else:
+        counts.restore_biases()
+    return replace(stats, grad_norm=grad_norm, updated=updated)
+
+
+def zero_gradients(chunks, optimizer) -> None:
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+
+
+def prepare_update(optimizer) -> float:
+    """Gives the optimizer this step's gradients and returns their norm over the whole model.
+
+    With `apply_update` what upstream's `ChainedOptimizer.step` does, which looks at no gradient in bf16 and fp32 before
+    it takes a step (its check for NaN needs fp16's loss scaler): a NaN would be in every weight.
+    """
+    optimizer.prepare_grads()
+    return float(optimizer.get_grad_norm())
+
+
+def apply_update(optimizer, grad_norm: float) -> None:
+    """Clips the prepared gradients by their norm and takes the optimizer's step."""
+    for part in optimizer.chained_optimizers:
+        if part.config.clip_grad > 0 and (parameters := part.get_parameters()):
+            clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=grad_norm)
+    optimizer.step_with_ready_grads()
 
 
 @torch.no_grad()
@@ -118,18 +172,24 @@ def evaluate(chunks, batches, job: TrainConfig, device) -> float:
 
 
 class _CountSnapshot:
-    """Copies each router's expert counts just before Megatron-Core zeroes them at the end of the backward pass."""
+    """Copies each router's expert counts just before Megatron-Core zeroes them at the end of the backward pass, and its
+    balancing bias before Megatron-Core moves it by them."""
 
     def __init__(self, chunks: list) -> None:
         self.chunks, self.config = chunks, chunks[0].config
         self.counts: dict[int, torch.Tensor] = {}
+        self._biases: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __enter__(self) -> None:
         finish = self.config.finalize_model_grads_func
         self._finish = finish
 
         def finish_and_copy(*args, **kwargs):
-            self.counts = {n: r.local_tokens_per_expert.clone() for n, r in routers(self.chunks).items()}
+            pulse.enter(pulse.REDUCTION)
+            found = routers(self.chunks)
+            self.counts = {number: router.local_tokens_per_expert.clone() for number, router in found.items()}
+            biases = [router.expert_bias for router in found.values() if router.expert_bias is not None]
+            self._biases = [(bias_E, bias_E.clone()) for bias_E in biases]
             return finish(*args, **kwargs)
 
         self.config.finalize_model_grads_func = finish_and_copy
@@ -139,42 +199,48 @@ class _CountSnapshot:
         for router in routers(self.chunks).values():
             router.local_tokens_per_expert.zero_()
 
+    def restore_biases(self) -> None:
+        for bias_E, former_E in self._biases:
+            bias_E.copy_(former_E)
 
-def _gather(chunks, reduced, counts, grad_norm, updated, job, device, ask_stop) -> StepStats:
+
+def _gather(chunks, reduced, counts, job, device, ask_stop, ask_hurry) -> StepStats:
     """Sums this rank's part of every figure over the world. Every rank enters, whatever layers it holds."""
     config = chunks[0].config
     found = routers(chunks)
     first_of_tp = parallel_state.get_tensor_model_parallel_rank() == 0
-    layers = config.num_layers + (config.mtp_num_layers or 0)
-    sums = torch.zeros(6, dtype=torch.float64, device=device)
+    depths = config.mtp_num_layers or 0
+    layers = config.num_layers + depths
+    sums = torch.zeros(6 + 2 * depths, dtype=torch.float64, device=device)
     if first_of_tp:
         for record in reduced:
             sums[:2] += record["loss"].double()
-        mtp = MTPLossLoggingHelper.tracker.get("loss_values")
-        if mtp is not None:
-            sums[2] = mtp.double().mean()
     for router in found.values():
-        sums[3:5] += router.loss_sums.double()
+        sums[2:4] += router.loss_sums.double()
         router.loss_sums.zero_()
-    MTPLossLoggingHelper.clean_metrics_in_tracker()
-    sums[5] = float(ask_stop)
+    sums[4:6] = torch.tensor([ask_stop, ask_hurry])
+    for chunk in chunks:
+        mtp = unwrap(chunk).take_mtp_sums()
+        if mtp is not None and first_of_tp:
+            sums[6:] += mtp.flatten()
     dist.all_reduce(sums)
     table = torch.zeros(layers, config.num_moe_experts, dtype=torch.int64, device=device)
     for layer, counts_E in counts.counts.items():
         table[layer] = counts_E
     dist.all_reduce(table)
-    loss, tokens, mtp_sum, aux, z, stop = sums.tolist()
+    loss, tokens, aux, z, stop, hurry, *mtp_sums = sums.tolist()
+    mtp_means = [total / max(labels, 1.0) for total, labels in zip(mtp_sums[0::2], mtp_sums[1::2], strict=True)]
     passes = micro_batches(job) * parallel_state.get_data_parallel_world_size()
-    shards = parallel_state.get_tensor_model_parallel_world_size() * parallel_state.get_context_parallel_world_size()
     dense = config.moe_layer_freq.count(0) if isinstance(config.moe_layer_freq, list) else 0
     return StepStats(
         loss=loss / max(tokens, 1.0),
-        mtp_loss=mtp_sum / passes if config.mtp_num_layers else None,
+        mtp_loss=sum(mtp_means) / depths if depths else None,
         aux_loss=aux / passes / max(1, layers - dense),
-        z_loss=z / passes / shards / max(1, layers - dense),
+        z_loss=z / passes / max(1, layers - dense),
         tokens=int(tokens),
-        grad_norm=grad_norm,
-        updated=updated,
+        grad_norm=0.0,
+        updated=False,
         expert_counts={layer: row for layer, row in enumerate(table.tolist()) if any(row)},
         stop=stop > 0,
+        hurry=hurry > 0,
     )

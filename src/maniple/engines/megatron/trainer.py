@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
-import math
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,20 +21,18 @@ from megatron.core import parallel_state
 
 from maniple.config.schema import TrainConfig
 from maniple.data import datasets
-from maniple.engines.megatron import checkpoint, model, parallel, sample, step
+from maniple.data.documents import keep_apart
+from maniple.data.identity import check_identity, identity
+from maniple.engines.megatron import checkpoint, model, nonfinite, parallel, recovery, results, step
+from maniple.engines.megatron.checkpoint_writer import Saver
+from maniple.engines.megatron.guard import Guard, Verdict
 from maniple.engines.megatron.optimizer import build_optimizer
+from maniple.engines.megatron.stop import StopRequest
+from maniple.engines.megatron.watch import Watch, margin
 from maniple.errors import UserError
 from maniple.hardware import lookup, measure_cpu_peak
 from maniple.kernels import registry
-from maniple.metrics import (
-    MetricsWriter,
-    TrainProgress,
-    draw_curves,
-    expert_balance,
-    peak_memory_bytes,
-    setup_logging,
-    write_summary,
-)
+from maniple.metrics import MetricsWriter, TrainProgress, expert_balance, peak_memory_bytes, pulse, setup_logging
 from maniple.models import flops
 from maniple.models.card import ModelCard
 
@@ -44,12 +45,31 @@ _CANNOT_WRITE = frozenset(
 )
 
 
-def main(job: TrainConfig, card: ModelCard) -> int:
-    """Runs this process's part of the job and returns the exit code. Raises UserError for the user's mistakes."""
+def main(
+    job: TrainConfig,
+    card: ModelCard,
+    *,
+    restarted: bool = False,
+    report: Callable[[BaseException], None] | None = None,
+) -> int:
+    """Runs this process's part of the job and returns the exit code. Raises UserError for the user's mistakes.
+
+    restarted: it takes the place of a process that was there before. report: takes the reason of an end that this
+    function does not return from, just before it; without it a hanging job is left to the collectives' own timeout.
+    """
     device = parallel.pick_device(job)
-    parallel.start(job, device)
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    pulse.start(rank)
+    timeout = job.parallel.collective_timeout_seconds
+    watch = None if report is None else Watch(rank, world, timeout, report)
+    if watch is not None:
+        watch.start()
     try:
-        Trainer(job, card, device).run()
+        parallel.start(job, device, slack=0.0 if watch is None else margin(timeout))
+        Trainer(job, card, device, restarted=restarted).run()
+        pulse.enter(pulse.END)
+        # After a failure it is left alone: to close it would break the connections of ranks that can still say more.
+        parallel.stop()
     except OSError as error:
         if error.errno not in _CANNOT_WRITE:
             raise
@@ -58,7 +78,8 @@ def main(job: TrainConfig, card: ModelCard) -> int:
             "--resume auto"
         ) from error
     finally:
-        parallel.stop()
+        if watch is not None:
+            watch.stop()
     return 0
 
 
@@ -70,10 +91,13 @@ class Progress:
     samples: int = 0
 
 
+_FOLLOWS = {"warn": "going on", "skip": "its update is left out", "rollback": "going back to the newest checkpoint"}
+
+
 class Trainer:
     """One rank of one job, from data to summary."""
 
-    def __init__(self, job: TrainConfig, card: ModelCard, device: torch.device) -> None:
+    def __init__(self, job: TrainConfig, card: ModelCard, device: torch.device, *, restarted: bool = False) -> None:
         if job.data.source == "synthetic" and job.data.tokenizer is None:
             # made-up tokens fill the model's own vocabulary
             job = job.model_copy(update={"data": job.data.model_copy(update={"tokenizer_vocab_size": card.vocab_size})})
@@ -81,7 +105,7 @@ class Trainer:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         if job.train.deterministic:
             torch.use_deterministic_algorithms(True)
-        resume = self._agree(lambda: checkpoint.find(job.run_dir, job.checkpoint.resume))
+        resume = self._begun_from = recovery.starting_point(job, device, restarted=restarted)
         self.source = datasets.prepare_source(job, job.run_dir, self.rank == 0, dist.barrier)
         self.card = _with_vocabulary(card, self.source.tokenizer.vocab_size, trained_here=job.data.source == "python")
         setup_logging(job.run_dir, self.rank)  # makes the run's folder, once nothing of the user's is left to refuse
@@ -96,59 +120,142 @@ class Trainer:
         self.chunks = model.wrap(model.build_chunks(self.card, job), job, device)
         self.optimizer, self.scheduler = build_optimizer(self.chunks, job)
         step.connect(self.chunks, self.optimizer, job)
+        self.peak_flops = self._peak_flops()  # draws random numbers, so before their states are restored
         self.progress = Progress()
+        self.data_identity = identity(job, self.source)
+        self.guard = Guard(job.guard)
         if resume is not None:
-            self.progress = Progress(
-                *checkpoint.load(resume, self.chunks, self.optimizer, self.scheduler, card=self.card, job=job)
-            )
-            log.info("resumed from %s at step %d", resume, self.progress.step)
-        self.writer = MetricsWriter(
-            job.run_dir,
-            self.rank,
-            tensorboard=job.log.tensorboard,
-            resumed_step=self.progress.step if resume is not None else None,
-        )
+            self._load(resume)
+        self.writer = self._writer(self.progress.step if resume is not None else None)
+        recovery.begin(job, resumed=resume)
+        self.saver = Saver(job, self.card)
         self.flops_a_token = flops.training_flops_per_token(self.card, job.data.sequence_length)
-        self.peak_flops = self._peak_flops()
         self.tokens_timed, self.seconds_timed = 0, 0.0
         self.validation_loss: float | None = None
+        self.validation_batches: datasets.Batches | None = None
         self._said_kernels = False
         self.started = time.monotonic()
         self._describe()
 
     def run(self) -> None:
         job = self.job
-        batches = [self._batches(self.train_data, self.progress.samples) for _ in self.chunks]
-        stopped = False
-        with TrainProgress(
+        batches = self._training_batches()
+        late = hurry = False
+        progress = TrainProgress(
             job.train.steps, start_step=self.progress.step, rank=self.rank, enabled=job.log.progress
-        ) as bar:
-            while self.progress.step < job.train.steps and not stopped:
-                stopped = self._step(batches, bar)
-                at_end = stopped or self.progress.step == job.train.steps
+        )
+        with StopRequest(job, self.started) as stop, self.saver, progress as bar:
+            while self.progress.step < job.train.steps and not (late or hurry):
+                if (last := self.guard.end_of_window(self.progress.step + 1)) is not None:
+                    batches = self._leave_out(last)
+                if self.progress.step < job.train.steps:
+                    stats, verdict = self._step(batches, stop)
+                    if verdict.kind:
+                        self._act(verdict)
+                    if verdict.action == "rollback":
+                        batches = self._training_batches()
+                        continue
+                    self._count(stats, bar)
+                    late, hurry = stats.stop and not stats.hurry, stats.hurry
+                at_end = late or self.progress.step == job.train.steps
                 every = job.train.eval_interval
-                if at_end or (every and self.progress.step % every == 0):
+                if not hurry and (at_end or (every and self.progress.step % every == 0)):
                     self._validate()
                 every = job.checkpoint.save_interval
-                if (at_end and job.checkpoint.save_at_end) or (every and self.progress.step % every == 0):
+                at_interval = every and self.progress.step % every == 0
+                if late or hurry or (at_end and job.checkpoint.save_at_end) or at_interval:
                     self._save()
-        self._finish()
+        why = "asked by a signal" if hurry else "its time is up" if late else None
+        pulse.enter(pulse.RESULTS)
+        results.leave(self, stopped=why, hurry=hurry)
+        self.saver.check()
 
-    def _step(self, batches: list[Iterator], bar: TrainProgress) -> bool:
-        """One optimizer step, its record, and whether the job is to end after it."""
-        job = self.job
-        started = time.monotonic()
-        late = job.train.max_minutes is not None and started - self.started > 60 * job.train.max_minutes
-        learning_rate = max(group["lr"] for group in self.optimizer.param_groups)  # of this step: its end sets the next
+    def _step(self, batches: list[Iterator], stop: StopRequest) -> tuple[step.StepStats, Verdict]:
+        """One optimizer step, and what the guard said of it before its update."""
+        verdict = Verdict()
+
+        def may_update(loss: float, grad_norm: float) -> bool:
+            nonlocal verdict
+            verdict = self.guard.judge(loss, grad_norm)
+            return verdict.updates
+
+        pulse.enter(pulse.DATA, self.progress.step + 1)
+        self._step_started = time.monotonic()
+        self._learning_rate = self._rate()  # of this step: its end sets the next
         stats = step.train_step(
-            self.chunks, self.optimizer, self.scheduler, batches, job, self.device, ask_stop=late and self.rank == 0
+            self.chunks,
+            self.optimizer,
+            self.scheduler,
+            batches,
+            self.job,
+            self.device,
+            ask_stop=stop.signal is not None or (self.rank == 0 and stop.is_late),
+            ask_hurry=stop.signal is not None,
+            may_update=may_update,
         )
-        seconds = time.monotonic() - started
-        if not math.isfinite(stats.loss):
+        return stats, verdict
+
+    def _act(self, verdict: Verdict) -> None:
+        """Says what is wrong with the step that was just run, where it began, and what follows."""
+        number, where = self.progress.step + 1, None
+        if verdict.kind == "nonfinite":
+            where = nonfinite.trace(self.chunks, self.optimizer, self._training_batches(), self.job, self.device)
+        said = f"step {number}: {verdict.why}" + (f"; {where}" if where else "")
+        if verdict.action == "stop":
+            self.saver.wait()  # the checkpoint before it is to be whole
+            last = [self.saver.last]
+            dist.broadcast_object_list(last, src=0)
+            kept = f"; {last[0]} is the last before it" if last[0] else ""
+            raise UserError(f"{said}. Nothing of this step is in the weights{kept}")
+        if self.rank == 0:
+            log.warning("%s; %s", said, _FOLLOWS[verdict.action])
+        if verdict.action == "rollback":
+            self._roll_back()
+        event = {"event": verdict.kind, "action": verdict.action, "why": verdict.why, "where": where}
+        self.writer.log(number, event)
+
+    def _roll_back(self) -> None:
+        """Goes back to this run's newest checkpoint and will leave out the batch that was just read."""
+        number = self.progress.step + 1
+        self.saver.wait()
+        folder = recovery.newest_of_this_job(self.job) or self._begun_from
+        if folder is None:
             raise UserError(
-                f"loss is {stats.loss} at step {self.progress.step + 1}: stopped before it is saved; lower "
-                "optimizer.learning_rate, or resume from an earlier checkpoint"
+                f"step {number}: guard asks for a rollback, and this run has no checkpoint yet: set "
+                "checkpoint.save_interval, or another policy than rollback"
             )
+        left_out = self.guard.left_out
+        self._load(folder)
+        self.guard.left_out = left_out
+        self.guard.leave_out(number, self.progress.step)
+        self.writer.close()
+        self.writer = self._writer(self.progress.step)
+
+    def _leave_out(self, last: int) -> list[Iterator]:
+        """Goes past the batches of the steps up to `last` without a step. A step's number is its batch's."""
+        left = min(last, self.job.train.steps) - self.progress.step
+        log.info("leaving out the batches of steps %d to %d", self.progress.step + 1, self.progress.step + left)
+        self.progress.step += left
+        self.progress.samples += left * self.job.train.global_batch_size
+        return self._training_batches()
+
+    def _load(self, folder: Path) -> None:
+        restored = checkpoint.load(folder, self.chunks, self.optimizer, self.scheduler, card=self.card, job=self.job)
+        self.progress = Progress(restored.step, restored.samples)
+        self.guard.load_state(restored.extra.get("guard", {}))
+        if "data" in restored.extra:
+            warning = check_identity(restored.extra["data"], self.data_identity, self.job.data.on_change)
+            if warning and self.rank == 0:
+                log.warning("%s", warning)
+        log.info("resumed from %s at step %d", folder, self.progress.step)
+
+    def _rate(self) -> float:
+        return max(group["lr"] for group in self.optimizer.param_groups)
+
+    def _count(self, stats: step.StepStats, bar: TrainProgress) -> None:
+        """Counts the step that was just run, and records it."""
+        job = self.job
+        seconds = time.monotonic() - self._step_started
         if not self._said_kernels:
             # said after the first step, when it is what ran and not what was meant to
             for op, recipe, kind, name in registry.used():
@@ -179,10 +286,10 @@ class Trainer:
                     "aux_loss": stats.aux_loss,
                     "z_loss": stats.z_loss,
                     "grad_norm": stats.grad_norm,
-                    "learning_rate": learning_rate,
+                    "learning_rate": self._learning_rate,
                     "tokens_per_second_per_gpu": tgs,
                     "tflops_per_gpu": tgs * self.flops_a_token / 1e12,
-                    "mfu": self._mfu(tgs),
+                    "mfu": self.mfu(tgs),
                     "step_seconds": seconds,
                     "peak_memory_bytes": peak_memory_bytes(self.device),
                     "imbalance": balance.overall if balance else None,
@@ -190,7 +297,6 @@ class Trainer:
                     "data": self.source.description,
                 },
             )
-        return stats.stop
 
     @property
     def _first_timed(self) -> int:
@@ -200,83 +306,45 @@ class Trainer:
     def _validate(self) -> None:
         if self.validation_data is None:
             return
-        batches = [self._batches(self.validation_data, 0) for _ in self.chunks]
+        pulse.enter(pulse.VALIDATION)
+        if self.validation_batches is None:
+            self.validation_batches = self._batches(self.validation_data, 0)
+        batches = self._for_chunks(self.validation_batches)
         self.validation_loss = step.evaluate(self.chunks, batches, self.job, self.device)
         self.writer.log(self.progress.step, {"validation_loss": self.validation_loss, "data": self.source.description})
 
     def _save(self) -> None:
-        folder = checkpoint.save(
-            self.job.run_dir,
+        pulse.enter(pulse.SAVING)
+        if (bad := nonfinite.check_weights(self.chunks)) is not None:
+            # one that no token has met, an expert's for instance, shows in no loss
+            raise UserError(f"step {self.progress.step}: {bad}: it is not saved; go on from the checkpoint before it")
+        self.saver.save(
             self.chunks,
             self.optimizer,
             self.scheduler,
             step=self.progress.step,
             samples=self.progress.samples,
-            card=self.card,
-            job=self.job,
+            extra={"guard": self.guard.state(), "data": self.data_identity},
         )
-        log.info("saved %s", folder)
 
-    def _finish(self) -> None:
-        job, run_dir = self.job, self.job.run_dir
-        text = None
-        if job.train.sample_tokens and job.data.source != "synthetic":
-            tokenizer = self.source.tokenizer
-            prompt = tokenizer.encode(job.train.sample_prompt)
-            ids = sample.generate(self.chunks, prompt, job.train.sample_tokens, self.card.vocab_size, job, self.device)
-            text = tokenizer.decode(ids)
-        peak = torch.tensor(peak_memory_bytes(self.device), dtype=torch.int64, device=self.device)
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-        self.writer.close()
-        if self.rank != 0:
-            return
-        tgs = self.tokens_timed / self.seconds_timed / self.world if self.seconds_timed else None
-        entropy = self.source.unigram_entropy_nats
-        summary = write_summary(
-            run_dir,
-            validation_loss=self.validation_loss,
-            unigram_entropy=entropy,
-            steps=self.progress.step,
-            tokens_per_second_per_gpu=tgs,
-            mfu=None if tgs is None else self._mfu(tgs),
-            peak_memory_bytes=int(peak.item()),
-            world_size=self.world,
-            device=self.device,
-            model=self.card.name,
-            data=self.source.description,
-            seconds=time.monotonic() - self.started,
-            sample=text,
+    def _writer(self, resumed_step: int | None) -> MetricsWriter:
+        return MetricsWriter(
+            self.job.run_dir, self.rank, tensorboard=self.job.log.tensorboard, resumed_step=resumed_step
         )
-        figure = None
-        if job.log.figure and self.progress.step:
-            figure = draw_curves(
-                run_dir / "metrics.jsonl", run_dir / "curves.png", unigram_entropy=entropy, title=job.name
-            )
-        self._report(text, summary, figure)
 
-    def _report(self, text: str | None, summary, figure) -> None:
-        lines = []
-        if self.validation_loss is not None:
-            line = f"validation loss {self.validation_loss:.3f} nats a token"
-            if entropy := self.source.unigram_entropy_nats:
-                below = 1 - self.validation_loss / entropy
-                word = "below" if below >= 0 else "above"
-                line += f"; unigram entropy of the same text {entropy:.3f} ({abs(below):.1%} {word})"
-            lines.append(line)
-        if text is not None:
-            lines += ["sample:", *("  | " + row for row in text.splitlines())]
-        lines.append(f"summary      {summary}")
-        lines.append(f"metrics      {self.job.run_dir / 'metrics.jsonl'}")
-        if self.job.log.tensorboard:
-            lines.append(f"tensorboard  {self.job.run_dir / 'tensorboard'}")
-        if figure is not None:
-            lines.append(f"curves       {figure}")
-        if self.job.checkpoint.save_at_end:
-            lines.append(f"checkpoint   {checkpoint.find(self.job.run_dir, 'auto')}")
-        print("\n".join(lines), flush=True)
+    def _training_batches(self) -> list[Iterator]:
+        """From the first sample that is not yet counted."""
+        return self._for_chunks(self._batches(self.train_data, self.progress.samples))
 
-    def _batches(self, dataset, start_sample: int) -> Iterator[step.Batch]:
-        return datasets.iterate(
+    def _for_chunks(self, batches: datasets.Batches) -> list[Iterator[step.Batch]]:
+        """The same micro-batches for each model chunk of this rank, read once."""
+        read: Iterator[step.Batch] = iter(batches)
+        if not self.job.data.attend_across_documents:
+            read = map(partial(keep_apart, eod=self.source.tokenizer.eod), read)
+        return list(itertools.tee(read, len(self.chunks)))
+
+    def _batches(self, dataset, start_sample: int) -> datasets.Batches:
+        return datasets.Batches(
             dataset,
             start_sample=start_sample,
             micro_batch_size=self.job.train.micro_batch_size,
@@ -293,7 +361,7 @@ class Trainer:
         gpu = lookup(torch.cuda.get_device_name(self.device))
         return None if gpu is None else gpu.peak_flops("bf16")
 
-    def _mfu(self, tgs: float) -> float | None:
+    def mfu(self, tgs: float) -> float | None:
         return None if self.peak_flops is None else tgs * self.flops_a_token / self.peak_flops
 
     def _describe(self) -> None:
@@ -317,12 +385,6 @@ class Trainer:
             self.job.precision.dtype,
         )
         log.info("data: %s", self.source.description)
-
-    def _agree(self, find):
-        """What rank 0 finds, on every rank: ranks must not read a folder at different moments and differ."""
-        found = [find() if self.rank == 0 else None]
-        dist.broadcast_object_list(found, src=0)
-        return found[0]
 
 
 def _with_vocabulary(card: ModelCard, vocab_size: int, *, trained_here: bool) -> ModelCard:

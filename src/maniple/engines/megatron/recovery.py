@@ -1,0 +1,58 @@
+"""Which checkpoint a run begins with: what the job names, or its own newest when its processes were started anew."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from maniple.config.schema import TrainConfig
+from maniple.engines.megatron import checkpoint, checkpoint_files
+from maniple.metrics.records import write_json
+
+_BEGUN = "begun.json"  # in the run's folder: when the job was started, restarts not counted
+
+
+def starting_point(job: TrainConfig, device: torch.device, *, restarted: bool) -> Path | None:
+    """The checkpoint to begin with, the same on every rank; None: from the start. Collective.
+
+    restarted: this process takes the place of one that was there before. If any does, the run goes on from its own
+    newest checkpoint, and from what the job names if it has not saved any. A checkpoint that an earlier job of the same
+    name left is not its own.
+    """
+    flag = torch.tensor(int(restarted), device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)  # a node that has come new does not know
+    if flag.item():
+        if (found := newest_of_this_job(job)) is not None:
+            return found
+    elif dist.get_rank() == 0:
+        (job.run_dir / _BEGUN).unlink(missing_ok=True)  # an earlier job's
+    return checkpoint.choose(job.run_dir, job.checkpoint.resume, verify=job.checkpoint.verify_on_load)
+
+
+def newest_of_this_job(job: TrainConfig) -> Path | None:
+    """The newest whole checkpoint that this job has written since it began; the same on every rank. Collective."""
+    begun = [_begun(job.run_dir) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(begun, src=0)
+    if begun[0] is None:
+        return None
+    found = checkpoint.choose(job.run_dir, "auto", verify=job.checkpoint.verify_on_load)
+    if found is None or checkpoint_files.read_manifest(found)["saved"] < begun[0]:
+        return None
+    return found
+
+
+def begin(job: TrainConfig, *, resumed: Path | None) -> None:
+    """Rank 0 notes that the job begins now, unless it has begun before. Call when the run's folder is there."""
+    if dist.get_rank() == 0 and not (job.run_dir / _BEGUN).exists():
+        write_json(job.run_dir / _BEGUN, {"time": time.time(), "from": resumed})
+
+
+def _begun(run_dir: Path) -> float | None:
+    try:
+        return float(json.loads((run_dir / _BEGUN).read_text(encoding="utf-8"))["time"])
+    except (OSError, ValueError, KeyError, TypeError):  # it had not come so far
+        return None

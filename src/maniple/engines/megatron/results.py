@@ -1,0 +1,82 @@
+"""What a run leaves at its end: sample, summary, picture, and a few lines on the screen."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from maniple.engines.megatron import sample
+from maniple.metrics import draw_curves, peak_memory_bytes, write_summary
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from maniple.engines.megatron.trainer import Trainer
+
+
+def leave(run: Trainer, *, stopped: str | None, hurry: bool) -> None:
+    """Writes summary.json and curves.png and says where everything is. Collective.
+
+    stopped: why the run ended early. hurry: little time is left, so no sample is drawn.
+    """
+    job, run_dir = run.job, run.job.run_dir
+    text = None
+    if job.train.sample_tokens and job.data.source != "synthetic" and not hurry:
+        tokenizer = run.source.tokenizer
+        prompt = tokenizer.encode(job.train.sample_prompt)
+        ids = sample.generate(run.chunks, prompt, job.train.sample_tokens, run.card.vocab_size, job, run.device)
+        text = tokenizer.decode(ids)
+    peak = torch.tensor(peak_memory_bytes(run.device), dtype=torch.int64, device=run.device)
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    run.writer.close()
+    if run.rank != 0:
+        return
+    tgs = run.tokens_timed / run.seconds_timed / run.world if run.seconds_timed else None
+    entropy = run.source.unigram_entropy_nats
+    summary = write_summary(
+        run_dir,
+        validation_loss=run.validation_loss,
+        unigram_entropy=entropy,
+        steps=run.progress.step,
+        tokens_per_second_per_gpu=tgs,
+        mfu=None if tgs is None else run.mfu(tgs),
+        peak_memory_bytes=int(peak.item()),
+        world_size=run.world,
+        device=run.device,
+        model=run.card.name,
+        data=run.source.description,
+        seconds=time.monotonic() - run.started,
+        sample=text,
+        stopped=stopped,
+    )
+    figure = None
+    if job.log.figure and run.progress.step:
+        figure = draw_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", unigram_entropy=entropy, title=job.name)
+    _say(run, text, summary, figure, stopped)
+
+
+def _say(run: Trainer, text: str | None, summary: Path, figure: Path | None, stopped: str | None) -> None:
+    lines = []
+    if stopped is not None:
+        lines.append(f"stopped after step {run.progress.step} ({stopped}); go on with --resume auto")
+    if run.validation_loss is not None:
+        line = f"validation loss {run.validation_loss:.3f} nats a token"
+        if entropy := run.source.unigram_entropy_nats:
+            below = 1 - run.validation_loss / entropy
+            word = "below" if below >= 0 else "above"
+            line += f"; unigram entropy of the same text {entropy:.3f} ({abs(below):.1%} {word})"
+        lines.append(line)
+    if text is not None:
+        lines += ["sample:", *("  | " + row for row in text.splitlines())]
+    lines.append(f"summary      {summary}")
+    lines.append(f"metrics      {run.job.run_dir / 'metrics.jsonl'}")
+    if run.job.log.tensorboard:
+        lines.append(f"tensorboard  {run.job.run_dir / 'tensorboard'}")
+    if figure is not None:
+        lines.append(f"curves       {figure}")
+    if run.saver.last is not None:
+        lines.append(f"checkpoint   {run.saver.last}")
+    print("\n".join(lines), flush=True)
