@@ -88,7 +88,8 @@ def _step(engine, batches: list[dict[str, torch.Tensor]]) -> Report:
         "weights": {n: error(after[n], w) for n, w in _updated_weights(engine.job, before, gradients).items()},
     }
     if engine.card.num_mtp_layers:
-        report["mtp_loss"] = (stats.mtp_loss, _mean([_mean(p.mtp_means) for p in passes]))
+        sums = torch.tensor([p.mtp for p in passes]).sum(0)  # by depth: losses, labels
+        report["mtp_loss"] = (stats.mtp_loss, _mean(sums[:, 0] / sums[:, 1]))
     return report
 
 

@@ -44,7 +44,7 @@ class Forward:
     losses_BS: torch.Tensor
     loss_sum: torch.Tensor
     tokens: int  # positions whose label counts
-    mtp_means: list[torch.Tensor]  # by depth: mean over the positions that still have a label
+    mtp: list[tuple[torch.Tensor, int]]  # by depth: summed loss and number of the positions that still have a label
     aux: dict[int, torch.Tensor] = field(default_factory=dict)  # balance loss by layer; MTP depth d is num_layers + d
     z: dict[int, torch.Tensor] = field(default_factory=dict)
     counts: dict[int, list[int]] = field(default_factory=dict)  # tokens by expert
@@ -63,21 +63,22 @@ class PlainModel:
     def total(self, passes: list[Forward]) -> torch.Tensor:
         """The scalar that a step over these micro-batches descends.
 
-        Mean loss over all labelled positions, plus for each micro-batch, weighted by its share of the labels, the MTP
-        losses (DeepSeek-V3, eq. 25), and, weighted by its positions over all labelled positions, the router's losses.
+        Mean loss over all labelled positions, plus the mean of the MTP depths' summed losses over the same number of
+        positions (DeepSeek-V3, eq. 24 and 25), plus, for each micro-batch, weighted by its positions over all labelled
+        positions, the router's losses.
         """
         labelled = sum(p.tokens for p in passes)
         total = sum(p.loss_sum for p in passes)
         for p in passes:
-            if p.mtp_means:
-                total = total + p.tokens * self.objective.mtp * sum(p.mtp_means) / len(p.mtp_means)
+            if p.mtp:
+                total = total + self.objective.mtp * sum(loss for loss, _ in p.mtp) / len(p.mtp)
             router = self.objective.aux * sum(p.aux.values()) + self.objective.z * sum(p.z.values())
             total = total + p.losses_BS.numel() * router
         return total / labelled
 
     def forward(self, tokens_BS: torch.Tensor, labels_BS: torch.Tensor, mask_BS: torch.Tensor) -> Forward:
         card, w = self.card, self.weights
-        out = Forward(*[torch.empty(0)] * 3, tokens=int(mask_BS.sum()), mtp_means=[])
+        out = Forward(*[torch.empty(0)] * 3, tokens=int(mask_BS.sum()), mtp=[])
         x_BSD = w["embedding.word_embeddings.weight"][tokens_BS]
         for layer in range(card.num_layers):
             x_BSD = self._layer(f"decoder.layers.{layer}.", layer, x_BSD, out)
@@ -95,7 +96,7 @@ class PlainModel:
             x_BSD = self._layer(name + "mtp_model_layer.", card.num_layers + depth, x_BSD, out)
             x_BSD = self._norm(name + "final_layernorm.weight", x_BSD)
             losses_BS = _cross_entropy(self._head(x_BSD), labels_BS) * mask_BS
-            out.mtp_means.append(losses_BS.sum() / mask_BS.sum())
+            out.mtp.append((losses_BS.sum(), int(mask_BS.sum())))
         return out
 
     def _head(self, x_BSD: torch.Tensor) -> torch.Tensor:

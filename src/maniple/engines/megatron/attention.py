@@ -1,7 +1,14 @@
-"""Core attention on `scaled_dot_product_attention`: GQA and MLA head sizes, sliding windows, attention sinks.
+"""Core attention on `scaled_dot_product_attention`: GQA and MLA head sizes, sliding windows, attention sinks, documents
+kept apart, context parallelism.
 
-Megatron-Core's own local attention assumes equal key and value head sizes and materialises the scores. Shapes here:
-S query tokens, B batch, H query heads on this rank, G key/value heads on this rank, D query/key and V value head size.
+Megatron-Core's own local attention assumes equal key and value head sizes, materialises the scores and refuses context
+parallelism. Shapes here: S tokens of whole sequences, L query tokens of one chunk, N keys that a chunk may see, B
+batch, H query heads on this rank, G key/value heads on this rank, D query/key and V value head size.
+
+Context parallelism gathers keys and values, as Llama 3 (2024, section 3.3.2) did: each rank computes its queries
+against the keys of all ranks. A layer's forward receives S (CP - 1) / CP x B G (D + V) elements on every rank and its
+backward sends as many; with MLA, G = H, and what is gathered are the keys and values of the heads, not the latent.
+Whole keys and values of each layer are kept for its backward.
 """
 
 from __future__ import annotations
@@ -21,12 +28,19 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from maniple.engines.megatron import context
+from maniple.engines.megatron.documents import documents_of
+
+_MOST_BIASES = 8  # for the same documents: of two chunks and two windows, and as many of another sequence length
+_SINK_DIMS = 8  # added to a head for its sink: one is needed, and fused kernels want multiples of eight
 
 
 class SDPAttention(MegatronModule):
-    """Causal attention over whole sequences. Built and called as Megatron-Core's `core_attention`.
+    """Causal attention, within documents where they are kept apart. Built and called as upstream's `core_attention`.
 
-    Raises ValueError for what it does not compute: context parallelism, packed sequences, dropout, other masks.
+    Raises ValueError for what it does not compute: upstream's packed sequences, dropout, other masks.
     """
 
     def __init__(
@@ -43,8 +57,6 @@ class SDPAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config=config)
-        if config.context_parallel_size > 1:
-            raise ValueError("attention has no context parallelism yet: set parallel.context_parallel_size=1")
         if config.attention_dropout if attention_dropout is None else attention_dropout:
             raise ValueError("attention has no dropout: set attention_dropout=0")
         if attention_type != "self" or attn_mask_type != AttnMaskType.causal:
@@ -55,7 +67,9 @@ class SDPAttention(MegatronModule):
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, self.layer_number)
         # Megatron-Core's window (left, 0) lets a query see `left` tokens before itself
         self.window = config.window_size[0] + 1 if windowed else None
-        self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
+        # without documents every micro-batch has the same ones: they belong to the model, whose layers share the config
+        self.biases: dict = config.__dict__.setdefault("maniple_attention_biases", {})
+        self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         if config.softmax_type == "learnable":
             heads = config.num_attention_heads // self.pg_collection.tp.size()
             sinks_H = torch.empty(heads, device=torch.cuda.current_device(), dtype=config.params_dtype)
@@ -80,29 +94,47 @@ class SDPAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params=None,
     ) -> torch.Tensor:
-        """query `[S, B, H, D]`, key `[S, B, G, D]`, value `[S, B, G, V]` -> `[S, B, H * V]`; always causal."""
+        """query `[S / CP, B, H, D]`, key `[S / CP, B, G, D]`, value `[S / CP, B, G, V]` -> `[S / CP, B, H * V]`.
+
+        Always causal. `attention_mask`: `documents_BS` of whole sequences (`maniple.engines.megatron.documents`), or
+        None, or the causal mask that Megatron-LM makes, which is not read.
+        """
         if packed_seq_params is not None or attention_bias is not None:
             raise ValueError("attention takes neither packed sequences nor a bias")
         if attn_mask_type not in (None, AttnMaskType.causal):
             raise ValueError(f"attention is causal only, not {attn_mask_type}")
-        q_BHSD, k_BGSD, v_BGSV = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        length, gqa = query.shape[0], query.shape[2] != key.shape[2]
-        if self.softmax_offset is None and (self.window is None or self.window >= length):
-            out_BHSV = F.scaled_dot_product_attention(
-                q_BHSD, k_BGSD, v_BGSV, is_causal=True, scale=self.softmax_scale, enable_gqa=gqa
+        documents_BS, group = documents_of(attention_mask), self.pg_collection.cp
+        if group.size() > 1:
+            both = context.gather(torch.cat([key, value], dim=-1), group)
+            key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
+        q_BHLD, k_BGSD, v_BGSV = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        spans = context.spans(key.shape[0], group.size(), group.rank())
+        chunks = [
+            self._attend(q, k_BGSD, v_BGSV, first, documents_BS)
+            for (first, _), q in zip(spans, q_BHLD.chunk(len(spans), dim=2), strict=True)
+        ]
+        out_BHLV = chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=2)
+        return out_BHLV.permute(2, 0, 1, 3).flatten(-2)
+
+    def _attend(self, q_BHLD, k_BGSD, v_BGSV, first: int, documents_BS) -> torch.Tensor:
+        """`[B, H, L, V]`: of the queries of one chunk, whose first is token `first` of the sequence."""
+        end = first + q_BHLD.shape[2]
+        # no query of this chunk looks further back than its first one does
+        start = 0 if self.window is None else max(0, first + 1 - self.window)
+        k_BGND, v_BGNV = k_BGSD[:, :, start:end], v_BGSV[:, :, start:end]
+        sinks_H, gqa = self.softmax_offset, q_BHLD.shape[1] != k_BGSD.shape[1]
+        plain = sinks_H is None and documents_BS is None and (self.window is None or self.window >= end)
+        if plain and first == 0:  # elsewhere SDPA's own causal mask would begin at the wrong key
+            return F.scaled_dot_product_attention(
+                q_BHLD, k_BGND, v_BGNV, is_causal=True, scale=self.softmax_scale, enable_gqa=gqa
             )
-        else:
-            bias_HSS = causal_bias(length, self.window, q_BHSD)
-            if self.softmax_offset is not None:
-                # a sink is one more key whose score is the learned logit and whose value is zero
-                heads = self.softmax_offset.shape[0]
-                sink_HS1 = self.softmax_offset.to(bias_HSS.dtype)[:, None, None].expand(-1, length, 1)
-                bias_HSS = torch.cat([bias_HSS.expand(heads, -1, -1), sink_HS1], dim=-1)
-                k_BGSD, v_BGSV = (F.pad(t, (0, 0, 0, 1)) for t in (k_BGSD, v_BGSV))
-            out_BHSV = F.scaled_dot_product_attention(
-                q_BHSD, k_BGSD, v_BGSV, attn_mask=bias_HSS, scale=self.softmax_scale, enable_gqa=gqa
-            )
-        return out_BHSV.permute(2, 0, 1, 3).flatten(-2)
+        known = self.biases if documents_BS is None else _biases_of.setdefault(documents_BS, {})
+        bias = shared_bias(known, first, end, start, self.window, sinks_H is not None, documents_BS, q_BHLD)
+        if sinks_H is not None:
+            q_BHLD, k_BGND, v_BGNV = _with_sink(q_BHLD, k_BGND, v_BGNV, sinks_H / self.softmax_scale)
+        return F.scaled_dot_product_attention(
+            q_BHLD, k_BGND, v_BGNV, attn_mask=bias, scale=self.softmax_scale, enable_gqa=gqa
+        )
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
         state = self.state_dict(prefix="", keep_vars=True) if self.softmax_offset is not None else {}
@@ -148,11 +180,50 @@ class LatentAttention(MLASelfAttention):
         return q_compressed, kv_combined
 
 
-def causal_bias(length: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
-    """`[1, S, S]`: 0 where query i may see key j (j <= i and i - j < window), else -inf; dtype, device of `like`."""
-    i_S1 = torch.arange(length, device=like.device)[:, None]
-    j_1S = torch.arange(length, device=like.device)[None]
-    hidden_SS = j_1S > i_S1
-    if window is not None:
-        hidden_SS = hidden_SS | (i_S1 - j_1S >= window)
-    return torch.zeros(1, length, length, dtype=like.dtype, device=like.device).masked_fill(hidden_SS, -math.inf)
+def _with_sink(q_BHLD, k_BGND, v_BGNV, sinks_H):
+    """One more key, before the others, with which every query of head h scores `sinks_H[h]`, and whose value is zero.
+
+    The sink is one more dimension of the queries, where only the new key is not zero: a bias would be a matrix a head.
+    """
+    sink_BHL1 = sinks_H.to(q_BHLD.dtype)[None, :, None, None].expand(*q_BHLD.shape[:3], 1)
+    q_BHLD = F.pad(torch.cat([q_BHLD, sink_BHL1], dim=-1), (0, _SINK_DIMS - 1))
+    unit_D = F.pad(k_BGND.new_ones(1), (k_BGND.shape[-1], _SINK_DIMS - 1))
+    k_BGND = F.pad(k_BGND, (0, _SINK_DIMS))
+    k_BGND = torch.cat([unit_D.expand(*k_BGND.shape[:2], 1, -1), k_BGND], dim=2)
+    return q_BHLD, k_BGND, F.pad(v_BGNV, (0, 0, 1, 0))
+
+
+# by documents_BS, for as long as it lives
+_biases_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def shared_bias(
+    known: dict,
+    first: int,
+    end: int,
+    start: int,
+    window: int | None,
+    sink: bool,
+    documents_BS: torch.Tensor | None,
+    like: torch.Tensor,
+) -> torch.Tensor:
+    """`[1 or B, 1, L, N]`: 0 where query i may see key j, else -inf; in the dtype and on the device of `like`.
+
+    Queries are the tokens `first` to `end` of a sequence, keys those from `start` to `end`: j <= i, i - j < window, and
+    both of one document. With `sink` there is one more key, before the others, that all see. `known` holds what has
+    been made for the same documents: each layer saves its bias for backward, and should save the same one.
+    """
+    wanted = (first, end, start, window, sink, like.dtype, like.device)
+    if wanted not in known:
+        if len(known) >= _MOST_BIASES:
+            known.clear()
+        i_L1 = torch.arange(first, end, device=like.device)[:, None]
+        j_1N = torch.arange(start, end, device=like.device)[None]
+        hidden = (j_1N > i_L1)[None]
+        if window is not None:
+            hidden = hidden | (i_L1 - j_1N >= window)
+        if documents_BS is not None:
+            hidden = hidden | (documents_BS[:, first:end, None] != documents_BS[:, None, start:end])
+        bias = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill(hidden, -math.inf)
+        known[wanted] = (F.pad(bias, (1, 0)) if sink else bias)[:, None]
+    return known[wanted]

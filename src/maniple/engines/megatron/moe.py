@@ -7,14 +7,17 @@ E experts, K chosen a token, S slots of the expert-sorted buffer, G experts on t
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
+from megatron.core.tensor_parallel.random import is_checkpointing
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
-from maniple.kernels.routing import RouterSpec, route, z_loss
+from maniple.kernels.routing import RouterSpec, Routing, route, z_loss
 from maniple.moe.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
 from maniple.moe.router import load_balance_loss
 
@@ -38,6 +41,7 @@ class ManipleRouter(TopKRouter):
     def __init__(self, config, pg_collection=None, is_mtp_layer: bool = False) -> None:
         super().__init__(config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer)
         self.spec = router_spec(config)
+        self.first_choices: deque[torch.Tensor] = deque()  # ids_TK of the micro-batches that will be recomputed
         device = torch.cuda.current_device()
         counts_E = torch.zeros(config.num_moe_experts, dtype=torch.int64, device=device)
         # TopKRouter has made an fp32 one where there is a bias; its sums are inexact past 2^24
@@ -67,12 +71,16 @@ class ManipleRouter(TopKRouter):
         logits_TE = logits.reshape(length * batch, -1).float()
         valid_T = None if padding_mask is None else ~padding_mask.reshape(-1)
         learning = self.training and torch.is_grad_enabled()
+        # tokens that count of the sequences that this rank holds a part of
+        tokens = self._tokens(valid_T, length * batch, self.tp_cp_group) if learning else 0
         if learning and self.config.moe_z_loss_coeff:
             loss = z_loss(logits_TE, valid_T)
-            self.loss_sums[1] += loss.detach()
             self._report("z_loss", loss, avg_group=self.tp_dp_cp_group)
-            logits_TE = self._attach(logits_TE, loss * self.config.moe_z_loss_coeff / self.tp_cp_group.size(), valid_T)
-        routing = route(logits_TE, self.spec, self.expert_bias)
+            here = length * batch if valid_T is None else valid_T.sum()
+            loss = loss * here / tokens  # this rank's share of the mean
+            self.loss_sums[1] += loss.detach()
+            logits_TE = self._attach(logits_TE, loss * self.config.moe_z_loss_coeff, tokens)
+        routing = self._route(logits_TE, learning)
         probs_TK = routing.probs_TK
         if learning:
             with torch.no_grad():
@@ -88,13 +96,28 @@ class ManipleRouter(TopKRouter):
                     group=self.tp_dp_cp_group if whole else self.tp_cp_group,
                     running_counts_E=self.running_counts if whole else None,
                 )
+                weight = tokens
                 if whole:
                     # shares of data-parallel ranks add up to the loss, but gradients are averaged over them
-                    loss = loss * (self.tp_dp_cp_group.size() // self.tp_cp_group.size())
+                    replicas = self.tp_dp_cp_group.size() // self.tp_cp_group.size()
+                    loss = loss * replicas
+                    weight = self._tokens(valid_T, length * batch, self.tp_dp_cp_group) / replicas
                 self.loss_sums[0] += loss.detach()
                 self._report(reported_as, loss, reduce_group=self.tp_cp_group)
-                probs_TK = self._attach(probs_TK, loss * coefficient, valid_T)
+                probs_TK = self._attach(probs_TK, loss * coefficient, weight)
         return probs_TK, routing.ids_TK
+
+    def _route(self, logits_TE: torch.Tensor, learning: bool) -> Routing:
+        """Under recomputation the choice of the first pass is kept and taken again in the second, in which a logit may
+        come out differently (products of other shapes round otherwise) and a near-tie flip. Micro-batches pass backward
+        in the order in which they passed forward, in every schedule."""
+        if not (self.training and is_checkpointing()):
+            return route(logits_TE, self.spec, self.expert_bias)
+        if learning:
+            return route(logits_TE, self.spec, self.expert_bias, ids_TK=self.first_choices.popleft())
+        routing = route(logits_TE, self.spec, self.expert_bias)
+        self.first_choices.append(routing.ids_TK)
+        return routing
 
     def _aux_losses(self):
         for name, (kind, reported_as) in _AUX_LOSSES.items():
@@ -109,14 +132,23 @@ class ManipleRouter(TopKRouter):
         number = self.layer_number + (self.config.num_layers if self.is_mtp_layer else 0)
         get_moe_metrics_tracker().record(name, loss, number, layers, **groups)
 
-    def _attach(self, carrier: torch.Tensor, loss: torch.Tensor, valid_T: torch.Tensor | None) -> torch.Tensor:
-        """Adds `loss`'s gradient where `carrier`'s gradient passes. With per-token loss upstream divides every gradient
-        by the global batch's tokens, so the loss is multiplied by this micro-batch's (router.py,
-        `attach_and_log_load_balancing_loss`): what is left is the mean over micro-batches and data-parallel ranks."""
-        if self.calculate_per_token_loss:
-            tokens = carrier.shape[0] if valid_T is None else valid_T.sum()
-            loss = loss * tokens * self.tp_cp_group.size()
-        return MoEAuxLossAutoScaler.apply(carrier, loss)
+    def _attach(self, carrier: torch.Tensor, loss: torch.Tensor, tokens: torch.Tensor | float) -> torch.Tensor:
+        """Adds `loss`'s gradient, this rank's share, where `carrier`'s gradient passes. With per-token loss upstream
+        divides every gradient by the global batch's tokens, so the loss is multiplied by this micro-batch's `tokens`
+        (router.py, `attach_and_log_load_balancing_loss`): what is left is the mean over micro-batches and data-parallel
+        ranks. Upstream takes each rank's own number, which padding makes unequal."""
+        return MoEAuxLossAutoScaler.apply(carrier, loss * tokens if self.calculate_per_token_loss else loss)
+
+    @staticmethod
+    @torch.no_grad()
+    def _tokens(valid_T: torch.Tensor | None, here: int, group) -> torch.Tensor | int:
+        """Tokens that count over the ranks of `group`, at least 1; `here`: tokens on this rank, as on each other."""
+        if valid_T is None:
+            return max(1, here * group.size())
+        tokens = valid_T.sum()
+        if group.size() > 1:
+            torch.distributed.all_reduce(tokens, group=group)
+        return tokens.clamp(min=1)
 
 
 class EngineDispatcher(MoETokenDispatcher):

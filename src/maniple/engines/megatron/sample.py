@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from maniple.config.schema import TrainConfig
+from maniple.engines.megatron.context import gather
 
 
 @torch.no_grad()
@@ -16,14 +19,16 @@ def generate(chunks, prompt: list[int], length: int, vocab_size: int, job: Train
 
     Each token runs all before it anew (there is no cache): it is for a look, not for serving.
     """
-    longest = job.data.sequence_length
+    longest, group = job.data.sequence_length, parallel_state.get_context_parallel_group()
+    # a few sizes only, which tensor- and context-parallel sizes divide
+    multiple = math.lcm(64, group.size() * math.lcm(2, job.parallel.tensor_parallel_size))
     tokens = list(prompt[:longest]) or [0]
     generator = torch.Generator().manual_seed(job.train.seed)
     for chunk in chunks:
         chunk.eval()
     for _ in range(length):
         context = tokens[-longest:]
-        size = min(longest, -(-len(context) // 64) * 64)  # a few sizes only, which tensor-parallel sizes divide
+        size = min(longest, -(-len(context) // multiple) * multiple)
         # padding comes after the context, where a causal model cannot look
         ids_BS = torch.tensor([context + [0] * (size - len(context))], device=device)
         positions_BS = torch.arange(size, device=device)[None]
@@ -44,7 +49,8 @@ def generate(chunks, prompt: list[int], length: int, vocab_size: int, job: Train
         )
         chosen = torch.zeros(1, dtype=torch.int64, device=device)
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-            logits_V = tensor_parallel.gather_from_tensor_model_parallel_region(outputs[0])[0, len(context) - 1]
+            logits_SBV = gather(outputs[0].transpose(0, 1), group)
+            logits_V = tensor_parallel.gather_from_tensor_model_parallel_region(logits_SBV[len(context) - 1, 0])
             weights_V = torch.softmax(logits_V[:vocab_size].float().cpu() / temperature, dim=-1)
             chosen[0] = torch.multinomial(weights_V, 1, generator=generator).item()
         # the last rank of the world is in the last stage; its draw is everyone's
