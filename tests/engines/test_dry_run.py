@@ -69,6 +69,10 @@ def dry_runs(rank: int, world_size: int) -> dict[str, Any]:
         for name, changes in VARIANTS.items():
             small = {"num_layers": 2, "num_mtp_layers": 0}
             report[name] = trace(rank=1, world_size=4, base=FOUR, changes=changes, **small)
+        full = dry_run._micro_batches_until_full
+        dry_run._micro_batches_until_full = lambda chunks: full(chunks) + 2 * STAGES
+        report["longer"] = {r: trace(rank=r, world_size=WORLD, base=pipeline, changes={}) for r in (0, 4)}
+        dry_run._micro_batches_until_full = full
         for outside in (-1, WORLD):
             with pytest.raises(UserError, match=rf"rank {outside} is not in a world of {WORLD}: ranks are 0 to 7"):
                 dry_run.trace(job(pipeline, {}), card(), outside, WORLD)
@@ -179,6 +183,15 @@ def test_the_pipeline_is_filled(runs):
         assert 2 <= run["micro_batches_run"] <= run["micro_batches_a_step"]
         assert run["micro_batches_run"] % STAGES == 0, stage
     assert runs["ranks"][0]["micro_batches_run"] >= runs["ranks"][4]["micro_batches_run"]
+
+
+def test_more_micro_batches_have_the_same_peak(runs):
+    for rank, longer in runs["longer"].items():
+        run, (stage, _) = runs["ranks"][rank], RANKS[rank]
+        more = longer["micro_batches_run"] - run["micro_batches_run"]
+        assert more > 0
+        # each micro-batch's loss, 512 bytes as allocated, stays until the step's end
+        assert longer["peak_bytes"] == run["peak_bytes"] + 512 * more * (stage == STAGES - 1)
 
 
 def test_ranks_of_deepseek_v3_on_1024_gpus_build(runs):

@@ -1,25 +1,28 @@
-"""One step of one rank of a job of any size, on a laptop: the real model and schedule under fake tensors.
+"""One step of one rank of a job of any size, on a laptop: the real model and schedule on the meta device.
 
 The process group is PyTorch's `fake` one, the tensors hold shapes only, and the all-to-all dispatcher takes balanced
-splits, since counts that depend on data do not exist here. What is traced: parameters, gradient buffers, optimizer
-state as allocated, and every activation and temporary that the step's operations make.
+splits, since counts that depend on data do not exist here. `trace` counts memory: parameters, gradient buffers,
+optimizer state as allocated, and every activation and temporary that the step's operations make. `program_of` records
+what the rank communicates.
 """
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
-from torch._C._distributed_c10d import FakeWork
-from torch.utils._python_dispatch import TorchDispatchMode
+from megatron.core import parallel_state
 
 from maniple.config.schema import TrainConfig
-from maniple.engines.megatron import cpu
+from maniple.engines.megatron import model, step
+from maniple.engines.megatron.memory import StorageMeter
+from maniple.engines.megatron.meta import META, stand_in
+from maniple.engines.megatron.optimizer import build_optimizer
+from maniple.engines.megatron.program import Program
 from maniple.errors import UserError
 from maniple.models.card import ModelCard
 
@@ -46,48 +49,25 @@ class DryRun:
 
 
 def trace(job: TrainConfig, card: ModelCard, rank: int, world_size: int) -> DryRun:
-    """Builds rank `rank` of `world_size` and runs one step of it. Must be the first use of the engine in a process.
+    """Builds rank `rank` of `world_size` and runs one step of it. In a process that is in no process group.
 
     Raises UserError for a rank outside the world.
     """
     if not 0 <= rank < world_size:
         raise UserError(f"rank {rank} is not in a world of {world_size}: ranks are 0 to {world_size - 1}")
     started = time.monotonic()
-    cpu.install()
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from maniple.engines.megatron import model, parallel, step
-    from maniple.engines.megatron.memory import StorageMeter
-    from maniple.engines.megatron.optimizer import build_optimizer
-
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    parallel.start_groups(job)
-    # nothing is drawn, and the states that random.py's fork() compares would be fake
-    tensor_parallel.get_cuda_rng_tracker().fork = lambda *name: contextlib.nullcontext()
-    device = torch.device("cpu")
     meter = StorageMeter()
-    with FakeTensorMode(allow_non_fake_inputs=True), meter, _CoalescedCollectives():
-        # initialisation would draw random numbers, which do not exist here
-        chunks = model.build_chunks(card, job, maniple_static_splits=True, perform_initialization=False)
-        if chunks[0].config.mtp_standalone:
-            raise UserError(
-                "a dry run cannot trace a pipeline_layout with MTP and loss in different stages, whose messages have "
-                "shapes that depend on the stage: put m and L together, e.g. ...|mL"
-            )
+    with stand_in(job, rank, world_size), meter:
+        chunks = _build(card, job)
         parameters = sum(p.numel() for chunk in chunks for p in chunk.parameters())
-        for chunk in chunks:
-            # made in their dtype and on their device already, and torch cannot swap fake parameters for converted ones
-            chunk._apply = lambda fn, recurse=True, chunk=chunk: chunk
-        chunks = model.wrap(chunks, job, device)
+        chunks = model.wrap(chunks, job, META)
         gradient_bytes = sum(
             buffer.grad_data.untyped_storage().nbytes()
             for chunk in chunks
             for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]
         )
         static = meter.live
-        with _objects_gathered_alike():
-            optimizer, _ = build_optimizer(chunks, job)
+        optimizer, _ = build_optimizer(chunks, job)
         moments = [
             (torch.zeros_like(p), torch.zeros_like(p))
             for group in optimizer.param_groups
@@ -99,18 +79,14 @@ def trace(job: TrainConfig, card: ModelCard, rank: int, world_size: int) -> DryR
         a_step = step.micro_batches(job)
         # memory is at its peak once the pipeline is full: more micro-batches repeat it
         run = min(a_step, _micro_batches_until_full(len(chunks)))
-        short = job.model_copy(
-            update={
-                "train": job.train.model_copy(update={"global_batch_size": job.train.global_batch_size * run // a_step})
-            }
-        )
-        step.run_schedule(chunks, [_endless_batches(job) for _ in chunks], short, device, forward_only=False)
+        step.run_schedule(chunks, _batches(job, chunks), _cut(job, run), META, forward_only=False)
         peak = meter.peak
         del moments
-    result = DryRun(
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+    return DryRun(
         rank=rank,
         world_size=world_size,
-        pipeline_stage=parallel_state.get_pipeline_model_parallel_rank(),
+        pipeline_stage=stage,
         parameters=parameters,
         parameter_bytes=static - gradient_bytes,
         gradient_bytes=gradient_bytes,
@@ -120,55 +96,91 @@ def trace(job: TrainConfig, card: ModelCard, rank: int, world_size: int) -> DryR
         micro_batches_a_step=a_step,
         seconds=time.monotonic() - started,
     )
-    parallel.stop()
-    return result
 
 
-class _CoalescedCollectives(TorchDispatchMode):
-    """Collectives that Megatron-Core issues in one bundle, for which PyTorch has no fake form: they change values only,
-    so that nothing is left to do under fake tensors."""
+@dataclass(frozen=True)
+class RankProgram:
+    """What one rank communicates: making its model and optimizer, a training step and an evaluation."""
 
-    BUNDLED = ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_", "allreduce_coalesced_")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d" and func._schema.name.removeprefix("c10d::") in self.BUNDLED:
-            work = FakeWork()
-            work.wait()
-            return work.boxed()
-        return func(*args, **(kwargs or {}))
+    program: Program
+    parameters: int
+    micro_batches_run: int
+    micro_batches_a_step: int
 
 
-@contextlib.contextmanager
-def _objects_gathered_alike():
-    """optimizer/__init__.py gathers the names of parameter groups as pickled objects, which the fake group cannot
-    carry: every rank is taken to have this one's."""
-    original = dist.all_gather_object
+def program_of(job: TrainConfig, card: ModelCard, rank: int, world_size: int) -> RankProgram:
+    """As `trace`, for communication: a whole step, with the optimizer's own and the statistics, and an evaluation.
 
-    def fill(object_list, obj, group=None):
-        object_list[:] = [obj] * len(object_list)
+    With overlapped parameter gathers a second step follows, whose forward pass makes them.
+    """
+    with stand_in(job, rank, world_size) as recorder:
+        chunks = _build(card, job)
+        parameters = sum(p.numel() for chunk in chunks for p in chunk.parameters())
+        chunks = model.wrap(chunks, job, META)
+        optimizer, scheduler = build_optimizer(chunks, job)
+        step.connect(chunks, optimizer, job)
+        a_step = step.micro_batches(job)
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        run = micro_batches_that_show_all(a_step, stages, len(chunks))
+        batches = _batches(job, chunks)
+        step.train_step(chunks, optimizer, scheduler, batches, _cut(job, run), META)
+        # forward passes alone are all alike: two, or what an interleaved schedule needs, one a stage
+        short = _cut(job, min(a_step, stages if len(chunks) > 1 else 2))
+        short = short.model_copy(update={"train": short.train.model_copy(update={"eval_batches": 1})})
+        step.evaluate(chunks, batches, short, META)
+        if job.parallel.overlap_param_gather:
+            step.train_step(chunks, optimizer, scheduler, batches, short, META)
+        program = recorder.program()
+    return RankProgram(program, parameters, run, a_step)
 
-    dist.all_gather_object = fill
-    try:
-        yield
-    finally:
-        dist.all_gather_object = original
+
+def micro_batches_that_show_all(a_step: int, stages: int, chunks: int) -> int:
+    """Micro-batches after which more of them only repeat a part of every rank's program.
+
+    1F1B: a stage warms up with at most `stages - 1` forward passes, then takes turns of one forward and one backward
+    pass that are all alike. Interleaved with v chunks (Megatron-Core's `get_pp_rank_microbatches`): of v * M passes at
+    most 2 * (stages - 1) + (v - 1) * stages are warm-up, and the turns repeat after v * stages of them, that is after
+    `stages` micro-batches; with M = 3 * stages every stage has v * stages + 2 turns or more.
+    """
+    return min(a_step, stages + 2 if chunks == 1 else 3 * stages + a_step % stages)
+
+
+def _build(card: ModelCard, job: TrainConfig) -> list:
+    # initialisation would draw random numbers, which do not exist here
+    chunks = model.build_chunks(card, job, maniple_static_splits=True, perform_initialization=False)
+    if chunks[0].config.mtp_standalone:
+        raise UserError(
+            "a dry run cannot trace a pipeline_layout with MTP and loss in different stages, whose messages have "
+            "shapes that depend on the stage: put m and L together, e.g. ...|mL"
+        )
+    return chunks
+
+
+def _cut(job: TrainConfig, micro_batches: int) -> TrainConfig:
+    """The job with as many micro-batches a step and data-parallel rank."""
+    size = job.train.global_batch_size * micro_batches // step.micro_batches(job)
+    return job.model_copy(update={"train": job.train.model_copy(update={"global_batch_size": size})})
+
+
+def _batches(job: TrainConfig, chunks: list) -> list[Iterator[step.Batch]]:
+    shape = (job.train.micro_batch_size, job.data.sequence_length)
+    ids_BS = torch.zeros(shape, dtype=torch.int64)
+    batch = {"tokens": ids_BS, "labels": ids_BS, "position_ids": ids_BS, "loss_mask": torch.ones(shape)}
+    return [itertools.repeat(batch) for _ in chunks]
 
 
 def _micro_batches_until_full(chunks: int) -> int:
-    """Micro-batches after which this stage holds as many activations as it ever will (Megatron-Core's schedules)."""
+    """Micro-batches after which this stage holds as many activations as it ever will (Megatron-Core's schedules).
+
+    Interleaved: as many as are in flight, and a round of `stages` more, in whose turns messages for both directions
+    are there beside them.
+    """
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     behind = stages - 1 - parallel_state.get_pipeline_model_parallel_rank()
     if chunks == 1:
         return behind + 2
     in_flight = 2 * behind + (chunks - 1) * stages + 1  # of single chunks, as in the interleaved schedule's warm-up
-    return math.ceil(in_flight / chunks / stages) * stages
-
-
-def _endless_batches(job: TrainConfig):
-    shape = (job.train.micro_batch_size, job.data.sequence_length)
-    while True:
-        ids_BS = torch.zeros(shape, dtype=torch.int64)
-        yield {"tokens": ids_BS, "labels": ids_BS, "position_ids": ids_BS, "loss_mask": torch.ones(shape)}
+    return (math.ceil(in_flight / chunks / stages) + 1) * stages
 
 
 def run(job: TrainConfig, card: ModelCard, rank: int, world_size: int, *, as_json: bool = False) -> int:
