@@ -149,6 +149,13 @@ def the_dry_run_would_start(command: str, patch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 1
 
 
+def the_dry_run_of_all_ranks_would_start(command: str, patch: pytest.MonkeyPatch) -> None:
+    patch.chdir(ROOT)
+    calls = _engine(patch, "all_ranks", "run")
+    assert cli.main(shlex.split(command)[1:]) == 0
+    assert len(calls) == 1
+
+
 def torchrun_would_start_it(command: str, patch: pytest.MonkeyPatch) -> None:
     """torchrun understands its options, and a rank of it reads and checks the job at that world size."""
     from torch.distributed.run import parse_args
@@ -204,12 +211,24 @@ NOT_RUN: dict[str, tuple[str, Callable[[str, pytest.MonkeyPatch], None]]] = {
         torchrun_would_start_it,
     ),
     f"maniple train {V3} --dry-run --rank 0 --world-size 1024": ("takes minutes", the_dry_run_would_start),
+    f"maniple train {V3} --dry-run --all-ranks --world-size 1024": (
+        "takes minutes",
+        the_dry_run_of_all_ranks_would_start,
+    ),
     "maniple train configs/demo.yaml --nproc 2 --name slower optimizer.learning_rate=1e-3 train.steps=200": (
         "trains for minutes",
         the_job_would_start,
     ),
     "maniple train configs/demo.yaml --nproc 1 parallel.expert_parallel_size=1 train.steps=50": (
         "for a GPU; minutes without",
+        the_job_would_start,
+    ),
+    "maniple train configs/demo.yaml --nproc 2 --max-restarts 3 checkpoint.save_interval=50": (
+        "trains for minutes; tests/faults kills and restarts a smaller one",
+        the_job_would_start,
+    ),
+    f"maniple train {QWEN3} --nnodes 1:2 --rdzv-endpoint node0:29500 --rdzv-id job7 --max-restarts 3 {CORPUS}": (
+        "needs 2 nodes of 8 GPUs",
         the_job_would_start,
     ),
     "pip install .": ("changes the environment; test_packaging.py installs the wheel", pip_would_find_its_files),

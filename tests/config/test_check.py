@@ -22,6 +22,7 @@ def _size(key):
 
 tp, pp, vpp = _size("tensor_parallel_size"), _size("pipeline_parallel_size"), _size("virtual_pipeline_size")
 ep, etp, layout = _size("expert_parallel_size"), _size("expert_tensor_parallel_size"), _size("pipeline_layout")
+cp = _size("context_parallel_size")
 
 
 def refusal(world_size, *overrides, gpus_per_node=None):
@@ -70,13 +71,18 @@ def test_every_tiny_card_trains_on_one_and_two_ranks(card):
         (4, (ep(2), etp(2))),
         (4, (tp(4), ep(4))),
         (3, (pp(3),)),
+        (4, (cp(4), ep(4))),
+        (8, (cp(2), tp(2), ep(4))),
+        (8, (cp(2), tp(4), "data.sequence_length=72")),
         (2, (pp(2), layout("Et|ttmL"))),
         (2, (pp(2), layout("Et|t|t|mL"))),
         (2, (pp(2), layout("Et|t|t|mL"), vpp(2))),
         (2, ("moe.dispatcher=local",)),
         (1, ("train.deterministic=true", "precision.dtype=fp32")),
-        (1, ("recompute.granularity=selective", "recompute.modules=[core_attn, mla_up_proj]")),
+        (1, ("recompute.granularity=selective", "recompute.modules=[core_attn, shared_experts]")),
         (1, ("recompute.granularity=full", "recompute.num_layers=1")),
+        (1, ("recompute.granularity=full", "recompute.layers=[0, 3]")),
+        (4, (pp(4), layout("Et|tt|m|L"))),
     ],
 )
 def test_what_works_is_accepted(world_size, overrides):
@@ -120,7 +126,10 @@ def test_what_works_is_accepted(world_size, overrides):
         (2, (tp(2), "parallel.sequence_parallel=false"), "sequence_parallel is false"),
         (1, ("parallel.sequence_parallel=true",), "sequence_parallel is true and parallel.tensor_parallel_size is 1"),
         (2, (tp(2), "data.sequence_length=63"), "data.sequence_length 63 is not a multiple"),
-        (2, ("parallel.context_parallel_size=2",), "context parallelism is not supported in this version"),
+        (2, (cp(2), "data.sequence_length=66"), "data.sequence_length 66 is not a multiple of 2 x parallel.context_"),
+        (8, (cp(2), tp(4), "data.sequence_length=68"), "68 is not a multiple of parallel.context_parallel_size x "),
+        (6, (cp(2), tp(2)), "6 is not a multiple of 4 = tensor_parallel_size 2 x pipeline_parallel_size 1 x context_"),
+        (4, (cp(2), ep(8)), "world size 4 is not a multiple of 8"),
         (2, ("moe.dispatcher=local", ep(2)), "moe.dispatcher local exchanges nothing"),
         (2, ("moe.dispatcher=local", etp(2)), "moe.dispatcher local exchanges nothing"),
         (1, ("precision.recipe=fp8",), "precision.recipe fp8 has no kernels in this version, bf16 has"),
@@ -129,11 +138,14 @@ def test_what_works_is_accepted(world_size, overrides):
         (1, ("recompute.modules=[moe]",), "needs recompute.granularity=selective"),
         (1, ("recompute.granularity=selective", "recompute.modules=[attn]"), "unknown 'attn'; it knows core_attn"),
         (1, ("recompute.num_layers=2",), "needs recompute.granularity=full"),
-        (
-            1,
-            ("model.card=mixtral-8x7b", "recompute.granularity=selective", "recompute.modules=[mla_up_proj]"),
-            "mla_up_proj needs a model with MLA",
-        ),
+        (4, ("model.overrides.num_layers=30", pp(4)), "30 layers do not divide over 4"),
+        (2, (pp(2), layout("Et|ttmL"), "model.overrides.num_layers=4"), "holds 3 layers (t) and the model has 4"),
+        (4, (pp(4), layout("Et|tt|m|L"), "model.overrides.tied_embeddings=true"), "put m and L in one stage"),
+        (1, ("recompute.layers=[2]",), "recompute.layers needs recompute.granularity=full"),
+        (1, ("recompute.granularity=full", "recompute.num_layers=1", "recompute.layers=[0]"), "leave one out"),
+        (1, ("recompute.granularity=full", "recompute.layers=[1, 4]"), "names layer 4 and"),
+        (1, ("recompute.granularity=full", "recompute.layers=[1, 1]"), "names a layer twice"),
+        (1, ("recompute.granularity=selective", "recompute.modules=[mla_up_proj]"), "unknown 'mla_up_proj'"),
         (1, ("optimizer.min_learning_rate=1",), "min_learning_rate 1 is more than optimizer.learning_rate 0.0003"),
         (1, ("train.steps=20",), "optimizer.warmup_steps 20 is not less than train.steps 20"),
         (1, ("parallel.overlap_param_gather=true",), "needs parallel.distributed_optimizer and"),

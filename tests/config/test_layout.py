@@ -86,8 +86,11 @@ def test_refused_for_the_model(text, says):
 
 
 def test_mtp_layers_stay_together_in_a_last_chunk():
-    checked_layout("Ett|tt|m|L", num_layers=4, num_mtp_layers=1, pipeline_size=2)
-    checked_layout("E|tttt|mm|L", num_layers=4, num_mtp_layers=2, pipeline_size=2)
+    checked_layout("Ett|tt|m|L", num_layers=4, num_mtp_layers=1, pipeline_size=4)
+    checked_layout("E|tttt|mm|L", num_layers=4, num_mtp_layers=2, pipeline_size=4)
+    checked_layout("EttttmL", num_layers=4, num_mtp_layers=1, pipeline_size=1)
+    with pytest.raises(UserError, match="on the first pipeline rank, in another stage than E"):
+        checked_layout("Ett|tt|m|L", num_layers=4, num_mtp_layers=1, pipeline_size=2)
     with pytest.raises(UserError, match="in one stage"):
         checked_layout("Ett|tt|m|mL", num_layers=4, num_mtp_layers=2, pipeline_size=2)
     with pytest.raises(UserError, match="one of the last 1 stages"):

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from maniple.config.schema import TrainConfig
 from maniple.engines.megatron import model, parallel, step
+from maniple.engines.megatron.documents import padding
 from maniple.engines.megatron.optimizer import build_optimizer
 from maniple.models.card import ModelCard
 
@@ -52,13 +52,26 @@ def make_batches(vocab_size: int, count: int, sequences: int, seed: int = 0) -> 
     return batches
 
 
+def with_documents(batch: step.Batch, seed: int) -> step.Batch:
+    """The batch with its rows cut into some documents, the last of which ends in padding; no label crosses a border."""
+    tokens_BS = batch["tokens"]
+    generator = torch.Generator().manual_seed(seed)
+    documents_BS = torch.zeros(tokens_BS.shape, dtype=torch.int32)
+    for row_S in documents_BS:
+        ends = sorted(torch.randperm(SEQUENCE - 1, generator=generator)[:3].add(1).tolist())
+        for number, (first, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True), 1):
+            row_S[first:end] = number
+    next_BS = torch.nn.functional.pad(documents_BS[:, 1:], (0, 1))
+    inside_BS = (documents_BS == next_BS) & (documents_BS > 0)
+    return {**batch, "documents": documents_BS, "loss_mask": batch["loss_mask"] * inside_BS}
+
+
 class Engine:
     """This rank's part of a job: model in DDP buffers, optimizer, schedule. Weights are `draw`'s, by `seed`."""
 
     def __init__(self, card: ModelCard, job: TrainConfig, seed: int = 0, bias_E: torch.Tensor | None = None) -> None:
         self.card, self.job, self.device = card, job, parallel.pick_device(job)
-        parallel_state.destroy_model_parallel()
-        MTPLossLoggingHelper.tracker.clear()  # one for the process, sized by its first model
+        parallel.stop_groups()
         parallel.start(job, self.device)
         self.data_parallel_rank = parallel_state.get_data_parallel_rank()
         self.data_parallel_size = parallel_state.get_data_parallel_world_size()
@@ -103,7 +116,13 @@ class Engine:
     def look(self, batch: step.Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [B, S, V] and losses [B, S] of one micro-batch in evaluation mode (no pipeline)."""
         net = self.chunks[0].eval()
-        inputs = {"input_ids": batch["tokens"], "position_ids": batch["position_ids"], "attention_mask": None}
+        documents_BS = batch.get("documents")
+        inputs = {
+            "input_ids": batch["tokens"],
+            "position_ids": batch["position_ids"],
+            "attention_mask": documents_BS,
+            "padding_mask": None if documents_BS is None else padding(documents_BS),
+        }
         logits = net(**inputs)
         losses = net(**inputs, labels=batch["labels"], loss_mask=batch["loss_mask"])
         net.train()
@@ -115,6 +134,8 @@ def canonical(chunk: torch.nn.Module, name: str) -> str:
     if found := re.match(r"decoder\.layers\.(\d+)\.(.*)", name):
         number = chunk.decoder.layers[int(found[1])].layer_number - 1
         return f"decoder.layers.{number}.{found[2]}"
+    if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+        return "embedding.word_embeddings.weight"
     return name
 
 

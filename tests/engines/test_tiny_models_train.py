@@ -46,6 +46,7 @@ SUMMARY_KEYS = {
     "data",
     "seconds",
     "sample",
+    "stopped",
     "hardware",
     "versions",
     "command",

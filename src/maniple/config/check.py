@@ -19,7 +19,8 @@ __all__ = ["check", "data_parallel_size", "parse_layout", "pipeline_stages", "re
 
 _LARGEST_SEED = 2**31 - 1  # NumPy's is 2**32 - 1, and ranks add their own numbers
 _MOST_SAMPLES = 2**40  # far past any job, and short of overflows in sample indices
-RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
+# upstream's others (layernorm, mla_up_proj, moe_act) drop an output through Transformer Engine's state
+RECOMPUTE_MODULES = ("core_attn", "mlp", "moe", "shared_experts")
 
 
 def resolve_card(config: TrainConfig) -> ModelCard:
@@ -105,14 +106,10 @@ def _check_world(config: TrainConfig, world_size: int, gpus_per_node: int | None
     parallel = config.parallel
     if world_size < 1:
         raise UserError(f"world size {world_size}: a job has at least one rank")
-    if parallel.context_parallel_size > 1:
-        raise UserError(
-            f"parallel.context_parallel_size {parallel.context_parallel_size}: context parallelism is not supported in "
-            "this version: set it to 1"
-        )
     sizes = {
         "tensor_parallel_size": parallel.tensor_parallel_size,
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        "context_parallel_size": parallel.context_parallel_size,
     }
     _check_product(world_size, sizes)
     sizes = {
@@ -141,7 +138,12 @@ def _check_model(config: TrainConfig, card: ModelCard) -> None:
     parallel, moe = config.parallel, card.moe
     tensor, experts = parallel.tensor_parallel_size, parallel.expert_parallel_size
     expert_tensor = parallel.expert_tensor_parallel_size
-    _multiple(moe.num_experts, experts, "the model's moe.num_experts", "parallel.expert_parallel_size")
+    if moe.num_experts % experts:
+        fitting = ", ".join(str(size) for size in range(1, moe.num_experts + 1) if moe.num_experts % size == 0)
+        raise UserError(
+            f"the model's moe.num_experts {moe.num_experts} is not a multiple of parallel.expert_parallel_size "
+            f"{experts}: it can be {fitting}"
+        )
     by = "parallel.tensor_parallel_size"
     _multiple(card.num_heads, tensor, "the model's num_heads", by)
     _multiple(card.num_kv_heads, tensor, "the model's num_kv_heads", by)
@@ -194,6 +196,11 @@ def _check_sequence(config: TrainConfig) -> None:
             "tensor-parallel ranks, so leave it out or raise tensor_parallel_size"
         )
     _multiple(config.data.sequence_length, tensor, "data.sequence_length", "parallel.tensor_parallel_size")
+    if (context := parallel.context_parallel_size) > 1:
+        by = "2 x parallel.context_parallel_size, as each rank holds an early and a late chunk:"
+        _multiple(config.data.sequence_length, 2 * context, "data.sequence_length", by)
+        by = "parallel.context_parallel_size x parallel.tensor_parallel_size"
+        _multiple(config.data.sequence_length, context * tensor, "data.sequence_length", by)
 
 
 def _check_batch(config: TrainConfig, world_size: int) -> int:
@@ -226,6 +233,11 @@ def _check_pipeline(config: TrainConfig, card: ModelCard, num_micro_batches: int
             f"parallel.{key} asks for {chunks} model chunks a rank and parallel.pipeline_parallel_size is 1: "
             "interleaving needs a pipeline of at least 2"
         )
+    if card.tied_embeddings and stages and any("m" in stage and "L" not in stage for stage in stages):
+        raise UserError(
+            f"parallel.pipeline_layout has the MTP layers (m) and the loss (L) in two stages, and {card.name} ties "
+            "embedding and output head, which both need: put m and L in one stage"
+        )
     if stages is None and card.num_layers % (ranks * chunks):
         raise UserError(
             f"the model's {card.num_layers} layers do not divide over {ranks * chunks} = pipeline_parallel_size "
@@ -249,8 +261,16 @@ def _check_recompute(config: TrainConfig, card: ModelCard) -> None:
         raise UserError("recompute.granularity selective needs recompute.modules, e.g. [core_attn]")
     if recompute.num_layers is not None and recompute.granularity != "full":
         raise UserError(f"recompute.num_layers needs recompute.granularity=full, and it is {recompute.granularity}")
-    if "mla_up_proj" in recompute.modules and card.mla is None:
-        raise UserError(f"recompute.modules: mla_up_proj needs a model with MLA, and {card.name} has none")
+    if recompute.layers:
+        if recompute.granularity != "full":
+            raise UserError(f"recompute.layers needs recompute.granularity=full, and it is {recompute.granularity}")
+        if recompute.num_layers is not None:
+            raise UserError("recompute.layers and recompute.num_layers both say which layers: leave one out")
+        last = card.num_layers + card.num_mtp_layers - 1
+        if wrong := [number for number in recompute.layers if not 0 <= number <= last]:
+            raise UserError(f"recompute.layers names layer {wrong[0]} and {card.name}'s are 0 to {last}, MTP last")
+        if len(set(recompute.layers)) < len(recompute.layers):
+            raise UserError("recompute.layers names a layer twice")
 
 
 def _check_optimizer(config: TrainConfig) -> None:

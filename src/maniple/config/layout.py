@@ -53,6 +53,9 @@ def checked_layout(text: str, *, num_layers: int, num_mtp_layers: int, pipeline_
             raise _bad(text, "all MTP layers (m) belong in one stage")
         if holders[0] < len(stages) - pipeline_size:
             raise _bad(text, f"the MTP layers (m) belong in one of the last {pipeline_size} stages")
+        if holders[0] and pipeline_size > 1 and holders[0] % pipeline_size == 0:
+            # a rank would hold two copies of the embedding, of which the engine sums the gradient of one
+            raise _bad(text, "the MTP layers (m) are on the first pipeline rank, in another stage than E: move them on")
     return stages
 
 

@@ -27,7 +27,7 @@ MEANING = {
     "model.overrides": "fields of the card to change, in the card's shape: see [below](#modeloverrides)",
     "parallel.tensor_parallel_size": "TP: ranks that share each matrix outside the experts",
     "parallel.pipeline_parallel_size": "PP: ranks that share the layers",
-    "parallel.context_parallel_size": "CP: ranks that share a sequence; only 1 in this version",
+    "parallel.context_parallel_size": "CP: ranks that share a sequence; sequence_length is a multiple of 2 x CP",
     "parallel.expert_parallel_size": "EP: ranks that share the experts of a layer",
     "parallel.expert_tensor_parallel_size": "ETP: ranks that share each expert's matrices",
     "parallel.overlap_grad_reduce": "gradients are reduced while the backward pass goes on",

@@ -31,7 +31,7 @@ class ModelConfig(Section):
     card: str = "deepseek-v3"
     variant: Literal["full", "tiny"] = "full"
     overrides: dict[str, Any] = {}
-    vocab_size_multiple: int = Field(128, ge=1, description="the vocabulary is padded to a multiple of this times TP")
+    vocab_size_multiple: int = Field(128, ge=1, description="the vocabulary is padded to a multiple of this and of TP")
 
 
 class ParallelConfig(Section):
@@ -72,6 +72,7 @@ class PrecisionConfig(Section):
 class RecomputeConfig(Section):
     granularity: Literal["none", "full", "selective"] = "none"
     num_layers: int | None = Field(None, ge=1, description="with full: layers a pipeline stage to recompute; None: all")
+    layers: list[int] = Field([], description="with full: these layers only, from 0; MTP depth d is num_layers + d")
     modules: list[str] = Field([], description="with selective: e.g. [core_attn, moe]")
 
 
@@ -82,6 +83,9 @@ class DataConfig(Section):
         "python", description="python: source and documentation of the running Python installation"
     )
     sequence_length: int = Field(256, ge=2, description="tokens a sample")
+    attend_across_documents: bool = Field(
+        True, description="false: tokens see their own document only, and no loss crosses its end"
+    )
     train: Blend = Field([], description="dataset prefixes, each optionally after a weight: [0.7, a, 0.3, b]")
     validation: Blend = []
     split: str = Field("949,50,1", description="train, validation, test parts of `train` if `validation` is empty")
@@ -90,6 +94,10 @@ class DataConfig(Section):
     corpus_bytes: int = Field(24_000_000, ge=1, description="python source: bytes of text to read at most")
     cache_dir: Path | None = Field(None, description="None: `cache/` inside the output folder")
     num_workers: int = Field(0, ge=0)
+    on_change: Literal["refuse", "continue"] = Field(
+        "refuse",
+        description="a resumed run finds other data than its checkpoint's; continue: at the same sample number",
+    )
 
 
 class OptimizerConfig(Section):
@@ -107,6 +115,9 @@ class OptimizerConfig(Section):
 class TrainSection(Section):
     steps: int = Field(100, ge=1)
     max_minutes: float | None = Field(None, gt=0, description="save and stop after this much wall time")
+    stop_grace_seconds: float = Field(
+        300.0, gt=0, description="time to finish the step and save after SIGTERM or Ctrl-C, and before Slurm's limit"
+    )
     micro_batch_size: int = Field(1, ge=1, description="sequences a data-parallel rank and forward pass")
     global_batch_size: int = Field(8, ge=1, description="sequences an optimizer step, over all ranks")
     seed: int = Field(1234, ge=0)
@@ -122,7 +133,28 @@ class TrainSection(Section):
 class CheckpointConfig(Section):
     save_interval: int = Field(0, ge=0, description="steps; 0: only at the end")
     save_at_end: bool = True
-    resume: str | None = Field(None, description="a checkpoint folder, or `auto`: the newest of this run")
+    asynchronous: bool = Field(True, description="files are written while training goes on, from a copy in host memory")
+    keep: int | None = Field(None, ge=1, description="so many of the run's checkpoints stay, the newest; None: all")
+    keep_every: int | None = Field(None, ge=1, description="with keep: steps that are multiples of this stay as well")
+    resume: str | None = Field(None, description="a checkpoint folder, or `auto`: the newest whole one of this run")
+    verify_on_load: bool = Field(True, description="all files are compared with their digests before a run resumes")
+
+
+class GuardConfig(Section):
+    """What happens when a step's loss or gradients cannot be right. All ranks decide alike, before the update."""
+
+    nonfinite: Literal["stop", "skip", "rollback"] = Field(
+        "stop", description="loss or gradient norm is NaN or infinite; the place where it began is named"
+    )
+    spike: Literal["off", "warn", "skip", "rollback", "stop"] = Field(
+        "warn", description="loss far above the median of the last ones"
+    )
+    spike_sigmas: float = Field(8.0, gt=0, description="how far: in robust standard deviations (1.4826 x MAD)")
+    spike_window: int = Field(64, ge=8, description="losses that the median is taken of; as many come before any alarm")
+    max_skips: int = Field(
+        10, ge=0, description="updates left out in a row, or rollbacks in the whole run, before the run stops"
+    )
+    skip_steps: int = Field(0, ge=0, description="with rollback: batches before and after the bad one to leave out too")
 
 
 class LogConfig(Section):
@@ -146,6 +178,7 @@ class TrainConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainSection = TrainSection()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    guard: GuardConfig = GuardConfig()
     log: LogConfig = LogConfig()
 
     @property

@@ -162,16 +162,10 @@ class AllToAllDispatcher:
             sent_RG = list(itertools.batched(counts_E, local))
             come_XRG = [[counts_E[mine : mine + local]] * ranks] * peers
             come = torch.tensor(come_XRG, dtype=torch.int64, device=device)
+            if device.type == "meta":
+                self._exchange_counts(by_expert)  # a run without values is to communicate all that a real one does
         else:
-            sent = (
-                torch.diff(by_expert.ends_E, prepend=by_expert.ends_E.new_zeros(1)).to(torch.int64).view(ranks, local)
-            )
-            received = torch.empty_like(sent)
-            dist.all_to_all_single(received, sent, group=self.ep_group)
-            come = received[None]
-            if self.etp_group is not None:
-                come = received.new_empty(peers, ranks, local)
-                dist.all_gather_into_tensor(come.view(-1, local), received, group=self.etp_group)
+            sent, come = self._exchange_counts(by_expert)
             sent_RG, *come_XRG = torch.cat([sent[None], come]).tolist()
         by_rank_XR = [[sum(counts_G) for counts_G in counts_RG] for counts_RG in come_XRG]
         own = 0 if self.etp_group is None else self.etp_group.rank()
@@ -189,6 +183,18 @@ class AllToAllDispatcher:
             received=by_rank_XR[own],
             gathered=gathered,
         )
+
+    def _exchange_counts(self, by_expert: Permutation) -> Pair:
+        """Rows by expert, int64: `[R, G]` that go to each rank, and `[X, R, G]` that come to each expert-tensor one."""
+        ends_E, local = by_expert.ends_E, self.num_local_experts
+        sent_RG = torch.diff(ends_E, prepend=ends_E.new_zeros(1)).to(torch.int64).view(-1, local)
+        received_RG = torch.empty_like(sent_RG)
+        dist.all_to_all_single(received_RG, sent_RG, group=self.ep_group)
+        if self.etp_group is None:
+            return sent_RG, received_RG[None]
+        come_XRG = received_RG.new_empty(self.etp_group.size(), *received_RG.shape)
+        dist.all_gather_into_tensor(come_XRG.view(-1, local), received_RG, group=self.etp_group)
+        return sent_RG, come_XRG
 
 
 def _exchange(

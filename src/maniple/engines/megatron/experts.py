@@ -6,12 +6,13 @@ G experts on this rank, F intermediate size on this expert-tensor rank, D hidden
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
-from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
@@ -93,7 +94,7 @@ class GroupedExperts(MegatronModule):
         etp_rank, etp = self.etp_group.rank(), self.etp_group.size()
         replica = (0, 0, self.expert_dp_group.rank())
 
-        def sharded(key: str, tensor: torch.nn.Parameter, *offsets, replica_id=replica) -> ShardedTensor:
+        def sharded(key: str, tensor: torch.Tensor, *offsets, replica_id=replica) -> ShardedTensor:
             return ShardedTensor.from_rank_offsets(
                 f"{prefix}experts.{key}",
                 tensor,
@@ -107,8 +108,22 @@ class GroupedExperts(MegatronModule):
         def gated(key: str, tensor: torch.nn.Parameter):
             if etp == 1:
                 return sharded(key, tensor)
-            whole = sharded(key, tensor, (axis + 1, etp_rank, etp))
-            return apply_swiglu_sharded_factory(whole, (*sharded_offsets, (axis, 0, 1)))
+
+            # gate and up are cut each by itself; upstream's own factory cuts the first axis, which is the experts' here
+            @torch.no_grad()
+            def halves(name: str, both: torch.Tensor, replica_id, _) -> list[ShardedTensor]:
+                return [
+                    replace(
+                        sharded(key, half, (axis + 1, number * etp + etp_rank, 2 * etp), replica_id=replica_id),
+                        key=name,
+                    )
+                    for number, half in enumerate(both.chunk(2, dim=1))
+                ]
+
+            def joined(parts: list[torch.Tensor]) -> torch.Tensor:
+                return torch.cat(parts, dim=1)
+
+            return ShardedTensorFactory(f"{prefix}experts.{key}", tensor, halves, joined, replica)
 
         state = {
             f"{prefix}w13": gated("linear_fc1.weight", self.w13),

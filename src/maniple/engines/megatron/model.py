@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -9,14 +11,19 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 
 from maniple.config.schema import TrainConfig
+from maniple.engines.megatron.language_model import LanguageModel
 from maniple.engines.megatron.spec import decoder_specs, mtp_specs
 from maniple.engines.megatron.transformer import transformer_config
 from maniple.models.card import ModelCard
 
 
 def padded_vocab_size(vocab_size: int, job: TrainConfig) -> int:
-    """Rows of the embedding: the vocabulary rounded up so that every tensor-parallel rank holds as many."""
-    multiple = job.model.vocab_size_multiple * job.parallel.tensor_parallel_size
+    """Rows of the embedding: the vocabulary rounded up so that every tensor-parallel rank holds as many.
+
+    Padded rows take part in the loss, so they are as many for each TP that divides the multiple (upstream's product of
+    the two makes the loss depend on TP).
+    """
+    multiple = math.lcm(job.model.vocab_size_multiple, job.parallel.tensor_parallel_size)
     return -(-vocab_size // multiple) * multiple
 
 
@@ -31,7 +38,7 @@ def build_chunks(card: ModelCard, job: TrainConfig, **config_changes) -> list[GP
 
 def _build_chunk(card: ModelCard, job: TrainConfig, config, vp_stage: int | None) -> GPTModel:
     yarn_outside_mla = card.rope.yarn is not None and card.mla is None
-    model = GPTModel(
+    model = LanguageModel(
         config=config,
         transformer_layer_spec=decoder_specs(config, vp_stage),
         vocab_size=padded_vocab_size(card.vocab_size, job),

@@ -22,15 +22,16 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSub
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
 
 from maniple.engines.megatron.attention import LatentAttention, SDPAttention
 from maniple.engines.megatron.experts import GroupedExperts
+from maniple.engines.megatron.language_model import PredictionLayer
 from maniple.engines.megatron.moe import ManipleMoELayer, ManipleRouter
 from maniple.engines.megatron.norm import FullWidthRMSNorm, RMSNorm
+from maniple.engines.megatron.recompute import Layer
 
 # gpt_layer_specs.py, `get_gpt_layer_local_submodules`: norms under the names that they have where linears contain them
 _FUSED_NORM_KEYS = {
@@ -122,7 +123,7 @@ def transformer_layer(config, *, moe: bool) -> ModuleSpec:
     else:
         mlp = partial(MLP.as_mlp_submodule, submodules=linears)
     return ModuleSpec(
-        module=TransformerLayer,
+        module=Layer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=_attention(config),
@@ -153,8 +154,12 @@ def mtp_specs(config, vp_stage: int | None = None):
     """The multi-token-prediction block of this pipeline stage, or None. Its layer is the last decoder layer's kind."""
     if not config.mtp_num_layers:
         return None
-    last = transformer_layer(config, moe=bool(_layer_kinds(config)[-1]))
-    return get_gpt_mtp_block_spec_for_backend(config, last, backend=ManipleSpecProvider(), vp_stage=vp_stage)
+    layer = transformer_layer(config, moe=bool(_layer_kinds(config)[-1]))
+    last = TransformerBlockSubmodules(layer_specs=[layer])  # a bare layer would have to be upstream's own class
+    block = get_gpt_mtp_block_spec_for_backend(config, last, backend=ManipleSpecProvider(), vp_stage=vp_stage)
+    for layer in block.layer_specs if block is not None else ():
+        layer.module = PredictionLayer
+    return block
 
 
 def layer_spec(config, vp_stage: int | None = None) -> TransformerBlockSubmodules:

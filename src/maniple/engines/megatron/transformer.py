@@ -25,8 +25,8 @@ _AUX_LOSS = {
 def transformer_config(card: ModelCard, job: TrainConfig) -> TransformerConfig:
     """Megatron-Core's config of this card under this job; an `MLATransformerConfig` where the card has MLA.
 
-    Two attributes are added to it: `maniple_router` (RouterSpec: Megatron-Core's own fields cannot say every router)
-    and `maniple_moe` (the job's MoEConfig).
+    Attributes are added to it: `maniple_router` (RouterSpec: Megatron-Core's own fields cannot say every router),
+    `maniple_moe` (the job's MoEConfig), `maniple_card`, and `maniple_recompute` (numbers of layers: see recompute.py).
     What cannot be built together is refused before, in `maniple.config.check`.
     """
     moe, router, parallel, precision = card.moe, card.moe.router, job.parallel, job.precision
@@ -94,9 +94,9 @@ def transformer_config(card: ModelCard, job: TrainConfig) -> TransformerConfig:
         params_dtype=dtype,
         pipeline_dtype=dtype,
         deterministic_mode=job.train.deterministic,
-        recompute_granularity=None if job.recompute.granularity == "none" else job.recompute.granularity,
+        recompute_granularity=_recompute_granularity(job),
     )
-    if job.recompute.granularity == "full":
+    if fields["recompute_granularity"] == "full":
         fields |= dict(recompute_method="uniform", recompute_num_layers=1)
         if job.recompute.num_layers is not None:
             fields |= dict(recompute_method="block", recompute_num_layers=job.recompute.num_layers)
@@ -112,8 +112,15 @@ def transformer_config(card: ModelCard, job: TrainConfig) -> TransformerConfig:
     config = _mla_config(card, fields) if card.mla else _gqa_config(card, fields)
     config.maniple_router = RouterSpec.from_card(moe)
     config.maniple_moe = job.moe
+    config.maniple_recompute = frozenset(job.recompute.layers)
     config.maniple_card = card
     return config
+
+
+def _recompute_granularity(job: TrainConfig) -> str | None:
+    """Upstream's word. Layers by number are our own layer's business, which upstream must not checkpoint once more."""
+    recompute = job.recompute
+    return None if recompute.granularity == "none" or recompute.layers else recompute.granularity
 
 
 def _mla_config(card: ModelCard, fields: dict[str, Any]) -> MLATransformerConfig:
