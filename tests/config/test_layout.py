@@ -4,8 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from maniple.config.check import check
 from maniple.config.layout import checked_layout, parse_layout
+from maniple.config.schema import TrainConfig
 from maniple.errors import UserError
+from maniple.models import load_card
 
 
 @pytest.mark.parametrize(
@@ -116,6 +119,53 @@ def test_every_layer_is_built_exactly_once(counts, num_mtp, repeats, per_stage, 
     assert stages == expected
     with pytest.raises(UserError):
         checked_layout(text, num_layers=sum(map(len, middle)) + 1, num_mtp_layers=num_mtp, pipeline_size=1)
+
+
+@given(
+    num_layers=st.integers(1, 40),
+    num_mtp=st.integers(0, 2),
+    pipeline=st.integers(1, 8),
+    virtual=st.integers(1, 4),
+    data=st.data(),
+)
+def test_each_layer_once_and_in_order_or_refused(num_layers, num_mtp, pipeline, virtual, data):
+    """Borders anywhere; then perhaps one symbol is put in, taken out or changed, or the model is another."""
+    flat = "E" + "t" * num_layers + "m" * num_mtp + "L"
+    number = min(pipeline * virtual, len(flat)) - 1
+    inside = st.integers(1, len(flat) - 1)
+    borders = data.draw(st.lists(inside, unique=True, min_size=number, max_size=number))
+    symbols = list(flat)
+    for border in sorted(borders, reverse=True):
+        symbols.insert(border, "|")
+    if data.draw(st.booleans()):
+        at = data.draw(st.integers(0, len(symbols) - 1))
+        symbols[at : at + data.draw(st.integers(0, 1))] = data.draw(st.sampled_from(["", "E", "t", "m", "L", "|"]))
+    try:
+        stages = checked_layout("".join(symbols), num_layers=num_layers, num_mtp_layers=num_mtp, pipeline_size=pipeline)
+    except UserError as refusal:
+        said, stages = str(refusal), None
+    if stages is None:
+        assert "\n" not in said
+        return
+    assert "".join(stages) == flat
+    assert all(stages)
+    assert len(stages) % pipeline == 0
+    assert sum("m" in stage for stage in stages) <= 1
+
+
+@given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 4))
+def test_an_even_cut_leaves_no_layer_over(num_layers, pipeline, virtual):
+    """Without a layout (30 layers on 4 stages would build 28)."""
+    card = load_card("mixtral-8x7b").tiny().with_overrides({"num_layers": num_layers})
+    sizes = {"pipeline_parallel_size": pipeline, "virtual_pipeline_size": virtual if virtual > 1 else None}
+    job = TrainConfig.model_validate({"parallel": sizes, "train": {"global_batch_size": 8 * pipeline}})
+    divides = num_layers % (pipeline * virtual) == 0
+    if divides and (pipeline > 1 or virtual == 1):
+        check(job, card, pipeline)
+        return
+    with pytest.raises(UserError) as refusal:
+        check(job, card, pipeline)
+    assert "\n" not in str(refusal.value)
 
 
 @given(st.text(alphabet="EtmL|()*,0123456789 x", max_size=30))

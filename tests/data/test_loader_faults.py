@@ -2,9 +2,11 @@
 
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import numpy as np
@@ -141,9 +143,39 @@ def test_loaders_do_not_outlive_a_killed_process():
     assert not any(map(is_running, loaders))
 
 
+HOLDS = """
+from tests.data.test_loader_faults import OPTIONS, Faulty, iterate
+batches = iterate(Faulty(size=10**6), num_workers=2, **OPTIONS)
+next(batches)
+"""
+
+
+def test_a_process_that_still_holds_loaders_ends():
+    subprocess.run([sys.executable, "-c", HOLDS], check=True, timeout=120)
+
+
 def is_running(pid):
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.parametrize("over", [0, 1])
+def test_a_long_path_of_temporary_files_is_one_line(tmp_path, monkeypatch, over):
+    """At the longest path that passes the loaders' tensors do come; one byte more is refused before there is any."""
+    folder = f"/tmp/{os.getpid()}"
+    folder += "x" * (75 + over - len(folder))
+    os.mkdir(folder)
+    monkeypatch.setattr(tempfile, "tempdir", folder)
+    monkeypatch.delitem(multiprocessing.current_process()._config, "tempdir", raising=False)
+    try:
+        if over:
+            with pytest.raises(UserError, match=r"has 76 bytes.*room for 75: set TMPDIR to a shorter path") as caught:
+                Batches(Faulty(), num_workers=1, **OPTIONS)
+            assert "\n" not in str(caught.value)
+        else:
+            assert len(list(Batches(Faulty(), num_workers=1, **OPTIONS))) == 6
+    finally:
+        shutil.rmtree(folder)

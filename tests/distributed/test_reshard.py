@@ -42,6 +42,7 @@ FP32: dict[str, Layout] = {
     "tp2-etp2-pp2": cut(4, tp=2, etp=2, pp=2),
     "tp2-ep2": cut(2, tp=2, ep=2),
     "etp2-ep2": cut(4, tp=2, etp=2, ep=2),
+    "cp2-ep2": cut(4, cp=2, ep=2),
     "alone": cut(1),
 }
 BF16: dict[str, Layout] = {

@@ -38,6 +38,15 @@ def cut(rank: int, world_size: int) -> dict[str, Any]:
     return parity.run(rank, world_size, cases)
 
 
+def loss_function(rank: int, world_size: int) -> tuple[float, int, str, list[float]]:
+    """What it gives for six losses of which four count."""
+    from maniple.engines.megatron import step
+
+    losses_BS = torch.arange(6.0).view(2, 3)
+    total, tokens, log = step.reduce_loss(torch.tensor([[1, 0, 1], [1, 1, 0]]), losses_BS.bfloat16())
+    return total.item(), tokens.item(), str(tokens.dtype), log["loss"].tolist()
+
+
 def gradients_alone(rank: int, world_size: int) -> dict[str, Any]:
     """By layout: the gradient of three micro-batches in one step, and of each alone, times the tokens divided by.
 
@@ -111,3 +120,8 @@ def test_a_gradient_is_the_sum_of_its_micro_batches(sums, name):
         together, apart = rank[name]["tokens"]
         assert together == apart
         assert not {key: e for key, e in rank[name]["errors"].items() if not e <= TOLERANCE}
+
+
+def test_the_loss_function_says_how_many_tokens_count():
+    """Of two values, not three, upstream's schedule would take the first for a mean, and count no token."""
+    assert run_ranks(loss_function, 1) == [(9.0, 4, "torch.int32", [9.0, 4.0])]

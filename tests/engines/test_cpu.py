@@ -248,3 +248,38 @@ def test_upstream_still_uses(source, name):
 )
 def test_upstream_still_says(module, words):
     assert words in (UPSTREAM / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+
+
+def gloo_threads(rank: int, world_size: int) -> tuple[int, int, float]:
+    """Threads that a group costs by torch itself, and here; and what groups of ours compute together."""
+    import os
+
+    import torch.distributed as dist
+
+    def threads_of(groups: int) -> int:
+        before = len(os.listdir("/proc/self/task"))
+        made = [dist.new_group() for _ in range(groups)]
+        for group in made:
+            dist.all_reduce(torch.ones(1), group=group)
+        threads = len(os.listdir("/proc/self/task")) - before
+        for group in made:
+            dist.destroy_process_group(group)
+        return threads
+
+    plain = threads_of(5)
+    cpu.install()
+    ours = threads_of(5)
+    groups = [dist.new_group() for _ in range(3)]
+    values = [torch.tensor([float(rank + number)]) for number in range(3)]
+    waits = [dist.all_reduce(value, group=group, async_op=True) for value, group in zip(values, groups, strict=True)]
+    for wait in reversed(waits):
+        wait.wait()
+    return plain, ours, sum(value.item() for value in values)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted under /proc")
+def test_groups_share_a_device():
+    for plain, ours, total in run_ranks(gloo_threads, 2):
+        assert plain >= 15, "torch's own groups have become cheap: the redirect is no longer needed"
+        assert ours <= 6
+        assert total == 9

@@ -16,15 +16,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "distributed": {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
     "tensors": {"tensor_parallel_size": 2},
 }
+VALIDATING = ("experts", "distributed")  # the second run validates after each step, which must change nothing
 
 
 def train(rank: int, world_size: int) -> dict[str, list[dict[str, Any]]]:
-    return {name: [_train(parallel), _train(parallel)] for name, parallel in LAYOUTS.items()}
+    return {
+        name: [_train(parallel), _train(parallel, validates=name in VALIDATING)] for name, parallel in LAYOUTS.items()
+    }
 
 
-def _train(parallel: dict[str, Any]) -> dict[str, Any]:
+def _train(parallel: dict[str, Any], validates: bool = False) -> dict[str, Any]:
     from tests.engines import helpers
 
+    from maniple.engines.megatron import step
     from maniple.models import load_card
 
     card = load_card("deepseek-v3").tiny()
@@ -32,13 +36,19 @@ def _train(parallel: dict[str, Any]) -> dict[str, Any]:
         parallel=parallel,
         precision={"dtype": "bf16"},
         optimizer={"clip_grad": 1.0},
-        train={"micro_batch_size": 1, "deterministic": True},
+        train={"micro_batch_size": 1, "deterministic": True, "eval_batches": 1},
     )
     engine = helpers.Engine(card, job)
     losses = []
     for seed in range(3):
         batches = helpers.make_batches(card.vocab_size, 4, 1, seed=seed)
-        losses.append(engine.step(batches[engine.data_parallel_rank :: engine.data_parallel_size]).loss)
+        batches = batches[engine.data_parallel_rank :: engine.data_parallel_size]
+        losses.append(engine.step(batches).loss)
+        if validates:
+            step.evaluate(engine.chunks, [iter(batches)], job, engine.device)
+    if job.parallel.overlap_param_gather:
+        for chunk in engine.chunks:
+            chunk.start_param_sync(force_sync=True)
     parts = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
     states = [state for part in parts for state in part.optimizer.state.values()]
     mains = [p for part in parts for group in part.optimizer.param_groups for p in group["params"]]

@@ -18,12 +18,20 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     "moe": {"granularity": "selective", "modules": ["moe"]},
 }
 AUX = ("sequence", "micro_batch", "global_batch")
+AUX_WEIGHT, Z_WEIGHT, SCALE = 0.3, 0.1, 0.25
 
 
 def check(rank: int, world_size: int) -> dict[str, Any]:
     """In a process of its own: everything that the tests look at."""
     steps = {aux: {name: _step(aux, words) for name, words in {"none": {}, **RECOMPUTE}.items()} for aux in AUX}
-    return {"steps": steps, "eval": _evaluated(), "casts": _casts(), "counts": _counts(), "padding": _padding()}
+    return {
+        "steps": steps,
+        "eval": _evaluated(),
+        "casts": _casts(),
+        "counts": _counts(),
+        "padding": _padding(),
+        "gradients": {aux: _gradient(aux) for aux in AUX},
+    }
 
 
 def _step(aux: str, recompute: dict[str, Any]) -> dict[str, Any]:
@@ -129,6 +137,31 @@ def _padding() -> dict[str, Any]:
     return found
 
 
+def _gradient(aux: str) -> dict[str, Any]:
+    """What a router with groups and a bias gives for two sequences of six tokens, and the gradient of its logits
+    of `probs * main + SCALE * (balance loss + z loss)`."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    _, router = _router(moe={"aux_loss_type": aux, "aux_loss_coefficient": AUX_WEIGHT, "z_loss_coefficient": Z_WEIGHT})
+    generator = torch.Generator().manual_seed(2)
+    logits_SBE = torch.randn(6, 2, 8, generator=generator).requires_grad_()
+    main_TK = torch.randn(12, 2, generator=generator)
+    router.expert_bias.copy_(0.2 * torch.randn(8, generator=generator))
+    probs_TK, ids_TK = router.routing(logits_SBE)
+    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(SCALE))  # as schedules do, after the forward pass
+    (probs_TK * main_TK).sum().backward()
+    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0))
+    return {
+        "logits": logits_SBE.detach().reshape(12, 8),
+        "main": main_TK,
+        "ids": ids_TK,
+        "bias": router.expert_bias.clone(),
+        "gradient": logits_SBE.grad.reshape(12, 8),
+        "losses": router.loss_sums.tolist(),
+        "counts": router.local_tokens_per_expert.tolist(),
+    }
+
+
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
     return run_ranks(check, 1, timeout=400)[0]
@@ -184,3 +217,49 @@ def test_padding_takes_no_part(report, aux):
     assert sum(bare[0]) == 12 * 2
     assert padded[1] == pytest.approx(bare[1], rel=1e-6)
     assert min(bare[1]) > 0
+
+
+def _by_definition(logits_TE: torch.Tensor, ids_TK: torch.Tensor, aux: str) -> tuple[torch.Tensor, float, float]:
+    """(weights of the chosen, balance loss, z loss) of float64 logits; token t is of sequence t % 2."""
+    scores_TE = logits_TE.sigmoid()
+    chosen_TK = scores_TE.gather(1, ids_TK)
+    probs_TK = 2.5 * chosen_TK / chosen_TK.sum(1, keepdim=True)
+    shares_TE = scores_TE / scores_TE.sum(1, keepdim=True)
+    balance = 0.0
+    parts = [slice(0, None, 2), slice(1, None, 2)] if aux == "sequence" else [slice(None)]
+    for part in parts:
+        load_E = torch.bincount(ids_TK[part].flatten(), minlength=8) * 8 / ids_TK[part].numel()
+        balance += float((load_E * shares_TE[part].mean(0)).sum()) / len(parts)
+    return probs_TK, balance, float(logits_TE.logsumexp(1).square().mean())
+
+
+@pytest.mark.parametrize("aux", AUX)
+def test_gradient_is_that_of_central_differences(report, aux):
+    """In float64, over the choice that dispatch follows: of the routing weights, the balance loss and the z loss."""
+    found = report["gradients"][aux]
+    logits_TE, tokens = found["logits"].double(), found["logits"].shape[0]
+
+    def value(moved_TE: torch.Tensor) -> float:
+        probs_TK, balance, z = _by_definition(moved_TE, found["ids"], aux)
+        # a loss weighs as much as the micro-batch's tokens: the step divides by all of them
+        added = tokens * (AUX_WEIGHT * balance + Z_WEIGHT * z)
+        return float((probs_TK * found["main"]).sum()) + SCALE * added
+
+    wanted = torch.zeros_like(logits_TE)
+    for place in torch.cartesian_prod(torch.arange(tokens), torch.arange(8)).tolist():
+        step = torch.zeros_like(logits_TE)
+        step[tuple(place)] = 1e-5
+        wanted[tuple(place)] = (value(logits_TE + step) - value(logits_TE - step)) / 2e-5
+    assert (found["gradient"] - wanted).abs().max() <= 2e-6 * wanted.abs().max()
+    _, balance, z = _by_definition(logits_TE, found["ids"], aux)
+    assert found["losses"] == pytest.approx([balance, z], rel=1e-6)
+
+
+def test_statistics_are_of_the_choice_that_dispatch_follows(report):
+    """With four groups, of which two stay, and a bias: a choice without either counts otherwise."""
+    for found in report["gradients"].values():
+        assert found["counts"] == torch.bincount(found["ids"].flatten(), minlength=8).tolist()
+        scores_TE = found["logits"].sigmoid()
+        for plain_TE in (scores_TE, scores_TE + found["bias"]):
+            counts = torch.bincount(plain_TE.topk(2).indices.flatten(), minlength=8).tolist()
+            assert counts != found["counts"]

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -44,25 +45,25 @@ class Job:
     @contextmanager
     def started(self, *more: str, node: str = "") -> Iterator[Life]:
         """A launcher, which is killed with its ranks if it has not ended at the end of the block."""
-        scratch = self.folder / f"scratch{node}"  # where the launcher's own folder, with the pulses, comes to lie
-        scratch.mkdir(exist_ok=True)
         inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
         command = [sys.executable, "-m", "maniple", "train", "job.yaml", *self.words, *more, "--name", self.name]
         log = self.folder / f"{self.name}{node}.log"
-        with open(log, "w", encoding="utf-8") as output:
-            process = subprocess.Popen(
-                command,
-                cwd=self.folder,
-                env=inherited | {"TMPDIR": str(scratch), "OMP_NUM_THREADS": "1"},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        life = Life(process, log, scratch)
-        try:
-            yield life
-        finally:
-            life.kill()
+        # where the launcher's own folder, with the pulses, comes to lie; pytest's is too long for the loaders' sockets
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+            with open(log, "w", encoding="utf-8") as output:
+                process = subprocess.Popen(
+                    command,
+                    cwd=self.folder,
+                    env=inherited | {"TMPDIR": scratch, "OMP_NUM_THREADS": "1"},
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            life = Life(process, log, Path(scratch))
+            try:
+                yield life
+            finally:
+                life.kill()
 
     def run(self, *more: str) -> Life:
         """A whole life; it has to end well."""
@@ -102,12 +103,15 @@ class Life:
         """Where the rank is, once it is in that phase of that step or a later one. after: not as that process."""
         end = time.monotonic() + START_SECONDS
         while time.monotonic() < end and self.process.poll() is None:
+            near = False
             for path in self._scratch.glob(f"maniple-*/rank_{rank}"):
                 with suppress(OSError, IndexError, ValueError):
                     place = pulse.read(path.parent, rank, int.from_bytes(path.read_bytes()[:8], "little"))
-                    if place and place.pid != after and place.step >= step and place.phase == phase:
-                        return place
-            time.sleep(0.0005)
+                    if place and place.pid != after:
+                        near = place.step >= step - 5
+                        if place.step >= step and place.phase == phase:
+                            return place
+            time.sleep(0.0005 if near else 0.02)
         raise AssertionError(f"rank {rank} was never in {phase} of step {step}:\n{self.said()}")
 
     def reach(self, step: int) -> None:
@@ -140,6 +144,16 @@ class Life:
                 with suppress(psutil.NoSuchProcess, ProcessLookupError):
                     process.kill()
         self.process.wait()
+
+
+@contextmanager
+def paused(pid: int) -> Iterator[None]:
+    """The process does nothing inside: what it has asked others for can be found before it asks for more."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def loader_of(pid: int) -> psutil.Process:

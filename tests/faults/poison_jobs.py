@@ -50,6 +50,17 @@ def gradient(name: str, value: float, layer: int = LAYER) -> Poison:
     return apply
 
 
+def loud(factor: float) -> Poison:
+    """Logits are `factor` times what they were: the model is sure, and mostly wrong. All stays finite."""
+
+    def apply(chunks: list) -> None:
+        for chunk in chunks:
+            head = unwrap(chunk).output_layer
+            HOOKS.append(head.register_forward_hook(lambda module, inputs, result: (factor * result[0], result[1])))
+
+    return apply
+
+
 HOOKS: list = []
 
 

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 
 import pytest
-from tests.faults.launched import Job, loader_of
+from tests.faults.launched import Job, loader_of, paused
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -50,7 +50,8 @@ def story(tmp_path_factory) -> Story:
     with tale.run.started("--resume", "auto", "--max-restarts", "2") as life:
         gone = life.hit(0, "saving", 20)  # 3. killed while it saves
         gone = life.wait_for(1, "forward", 22, after=gone.pid)
-        loader_of(gone.pid).kill()  # 4. what reads for it is killed
+        with paused(gone.pid):  # so that it has not read all by then
+            loader_of(gone.pid).kill()  # 4. what reads for it is killed
         tale.codes["save"] = life.end()
         tale.said["save"] = life.said()
     return tale

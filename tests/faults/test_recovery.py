@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.distributed_utils import run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 
 def _choices(rank: int, world: int, folder: Path) -> dict[str, str | None]:

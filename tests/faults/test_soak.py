@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(180
 STEPS, CHANGE = 1700, 1500
 WORDS = (
     *("--nproc", "2", f"train.steps={STEPS}", "train.global_batch_size=2", "data.sequence_length=8"),
-    *("checkpoint.save_interval=100", "checkpoint.keep=3", "optimizer.learning_rate=1e-3"),
+    *("checkpoint.save_interval=250", "checkpoint.keep=3", "optimizer.learning_rate=1e-3"),
     "model.overrides={vocab_size: 300, num_layers: 1, hidden_size: 16, num_heads: 2, num_kv_heads: 1, head_dim: 8}",
 )
 
@@ -22,7 +22,7 @@ def test_a_long_life_loses_nothing(tmp_path):
     calm.run()
     job = Job(tmp_path, "hit", *WORDS)
     with job.started("parallel.expert_parallel_size=2", "--max-restarts", "1") as life:
-        life.hit(1, "backward", 700)
+        life.hit(1, "backward", 520)
         life.wait_for(0, "backward", CHANGE)
         os.kill(life.process.pid, signal.SIGTERM)
         assert life.end() == 0, life.said()

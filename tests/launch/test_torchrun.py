@@ -20,6 +20,8 @@ START = "maniple: starting {}\n"
 HERE = Path(__file__).parent
 DEMO = str(HERE.parents[1] / "configs" / "demo.yaml")
 
+pytestmark = pytest.mark.timeout(300)  # each starts torchrun, which takes long on a busy machine
+
 
 def job(ending, *words, **environment):
     """The command and environment of `maniple train` whose workers act out `ending` (see fake_job.py)."""
@@ -31,7 +33,7 @@ def job(ending, *words, **environment):
 
 def run(ending, *words, **environment):
     command, env = job(ending, *words, **environment)
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=250)
 
 
 @pytest.fixture
@@ -113,7 +115,7 @@ def test_exit_code_7_in_7_out_and_the_report_is_there(tmp_path):
     words = ["--set", "train.steps=300", "--name", "007", "--resume", "auto", "--nproc", "2"]
     command, env = job("7", *words, REPORT=str(tmp_path))
     env.pop("OMP_NUM_THREADS", None)
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=250)
     assert done.returncode == 7
     assert done.stderr.splitlines()[-1] in [
         f"maniple: rank {n} ended with exit code 7 in step 7, forward" for n in "01"

@@ -125,9 +125,21 @@ def test_expert_tensor_parallel_ranks_with_uneven_tokens(two_ranks):
     check_against_one_process(two_ranks["etp"], ETP_CASES, etp=2)
 
 
-def test_two_by_two():
-    cases = [((3, 5, 1, 4), None), ((4, 0, 0, 2), FIRST_RANK)]
-    check_against_one_process(run_ranks(_layers, 4, cases, 2), cases, etp=2)
+FOUR_RANKS = [((5, 0, 7, 3), None), ((0, 0, 5, 0), None), ((7, 3, 0, 5), FIRST_RANK), ((3, 0, 0, 2), SECOND_RANK)]
+
+
+def _on_four(rank, world_size):
+    return {etp: _layers(rank, world_size, FOUR_RANKS, etp) for etp in (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def four_ranks():
+    return run_ranks(_on_four, 4)
+
+
+@pytest.mark.parametrize("etp", [1, 2])
+def test_four_ranks_with_uneven_tokens(four_ranks, etp):
+    check_against_one_process([result[etp] for result in four_ranks], FOUR_RANKS, etp=etp)
 
 
 def _two_in_flight(rank, world_size):

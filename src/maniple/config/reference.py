@@ -112,7 +112,7 @@ def _value(field: FieldInfo) -> str:
         elif typing.get_origin(kind) is typing.Literal:
             words.append(", ".join(f"`{choice}`" for choice in typing.get_args(kind)))
         elif typing.get_origin(kind) is list:
-            words.append("list of text")
+            words.append("list of numbers" if typing.get_args(kind) == (int,) else "list of text")
         elif typing.get_origin(kind) is dict:
             words.append("mapping of keys")
         else:

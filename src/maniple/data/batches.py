@@ -7,10 +7,14 @@ Megatron-LM's sequential pretraining sampler has it. (Datasets shuffle themselve
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
+import tempfile
 import traceback
 from collections.abc import Iterator, Sized
 from dataclasses import dataclass
+from multiprocessing.util import Finalize
 from typing import Any, cast
 
 import torch
@@ -18,6 +22,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from maniple.errors import UserError
 
+# Loader processes hand tensors over through a socket whose path, with its end, has to fit in `sockaddr_un.sun_path`:
+# `pymp-XXXXXXXX/listener-XXXXXXXX` (multiprocessing) in the folder for temporary files.
+_LONGEST_TEMPORARY = 107 - len("/pymp-XXXXXXXX/listener-XXXXXXXX")
 _KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
@@ -43,7 +50,7 @@ class Batches:
     (float32). num_workers: loader processes, kept from one iteration to the next; 0 reads in this one. Neither torch's
     nor NumPy's global random state is touched. Raises ValueError for sizes that do not fit together; iterating raises
     UserError for data that cannot be read, in the same words whichever process read it, and RuntimeError, in one line,
-    for a loader process that died.
+    for a loader process that died. Raises UserError for loader processes where the path of temporary files is too long.
     """
 
     def __init__(
@@ -68,6 +75,9 @@ class Batches:
             raise ValueError(f"start_sample {start_sample} is negative")
         if not 0 <= data_parallel_rank < data_parallel_size:
             raise ValueError(f"data-parallel rank {data_parallel_rank} is not below {data_parallel_size}")
+        if num_workers:
+            _check_temporary_folder()
+            Finalize(None, _end_loaders, exitpriority=1)
         sampler = ConsecutiveSampler(
             len(cast(Sized, dataset)), start_sample, micro_batch_size, data_parallel_rank, data_parallel_size
         )
@@ -101,6 +111,15 @@ class Batches:
             if isinstance(batch, _Failure):
                 raise batch.error()
             yield batch
+
+
+def _check_temporary_folder() -> None:
+    folder = tempfile.gettempdir()
+    if (length := len(os.fsencode(folder))) > _LONGEST_TEMPORARY:
+        raise UserError(
+            f"data.num_workers: {folder}, for temporary files, has {length} bytes, and loader processes' sockets leave "
+            f"room for {_LONGEST_TEMPORARY}: set TMPDIR to a shorter path, or data.num_workers=0"
+        )
 
 
 def iterate(dataset: Dataset, **options: Any) -> Iterator[dict[str, torch.Tensor]]:
@@ -146,6 +165,14 @@ def _ignore_signals(worker: int) -> None:
     """SIGTERM and Ctrl-C ask a job to save and stop, and reach all its processes: a loader ends with its trainer."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _end_loaders() -> None:
+    """At the end of this process, where multiprocessing would ask its daemons to end by SIGTERM, which loaders ignore,
+    and wait for them: one whose iterator a traceback, say, still holds would keep the process for ever."""
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
 
 
 def _collate(samples: list[dict[str, torch.Tensor]] | _Failure) -> dict[str, torch.Tensor] | _Failure:

@@ -11,6 +11,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -296,7 +297,7 @@ def _tensors(given: dict[str, Any], *stems: str) -> list[torch.Tensor]:
 
 def _caller() -> str:
     """`file:line function` of the innermost caller that does not merely pass the call on."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         ours = name == _HERE or frame.f_code.co_name == "__torch_function__" or name == contextlib.__file__

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from typing import Any
+import os
+from datetime import timedelta
+from typing import Any, ClassVar
 
 import torch
+from torch.distributed import ProcessGroupGloo, distributed_c10d
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
@@ -88,6 +91,27 @@ def _set_rng_state(state: torch.Tensor, device: Any = None, **_: Any) -> None:
     torch.set_rng_state(state)
 
 
+class _GlooOnOneDevice(ProcessGroupGloo):
+    """Gloo groups that share one network device and have one thread each.
+
+    torch (distributed_c10d.py, `_new_process_group_helper`) gives every group a device and three threads, one of which
+    wakes up a hundred times a second: Megatron-Core's dozens of groups would keep a core busy with nothing.
+    """
+
+    devices: ClassVar[list[ProcessGroupGloo.Device]] = []
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        if not self.devices:
+            names = os.environ.get("GLOO_SOCKET_IFNAME")  # as torch's own constructor reads it
+            make = ProcessGroupGloo.create_device
+            self.devices.extend(
+                [make(interface=name) for name in names.split(",")] if names else [self.create_default_device()]
+            )
+        options = ProcessGroupGloo._Options()
+        options._devices, options._threads, options._timeout = self.devices, 1, timeout
+        super().__init__(store, rank, size, options)
+
+
 _REDIRECTS: dict[str, Any] = {
     "current_device": lambda: _CPU,  # used as a device, e.g. tensor_parallel/layers.py
     "set_device": lambda device: None,
@@ -136,6 +160,7 @@ def install() -> None:
     # its fork() warns at each use when the CPU's stream moves, which on a CPU is the stream that it forks
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
     random._set_cuda_rng_state = _set_rng_state
+    distributed_c10d.ProcessGroupGloo = _GlooOnOneDevice
     _installed = _CudaMeansCpu()
     _installed.__enter__()
 

@@ -30,6 +30,13 @@ class LanguageModel(GPTModel):
 
     mtp_sums: torch.Tensor | None = None  # float64 [depths, 2]: losses and labels since they were last taken
 
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        if self.share_embeddings_and_output_weights and self.mtp_process and self.post_process:
+            # gpt_model.py, `skip_weight_param_allocation`, leaves a weight here past the first stage; yet the embedding
+            # that MTP needs is what is used, and `tie_embeddings_and_output_weights_state_dict` refuses to save both
+            self.output_layer.weight = None
+
     def take_mtp_sums(self) -> torch.Tensor | None:
         """Sum of MTP losses and number of their labels, by depth, of the training micro-batches since the last call."""
         sums, self.mtp_sums = self.mtp_sums, None
@@ -107,14 +114,14 @@ class LanguageModel(GPTModel):
 
 
 class PredictionLayer(MultiTokenPredictionLayer):
-    """Upstream's MTP layer, over ids and positions of whole sequences `[B, S]`, which it shifts; upstream's are cut, and
-    what crosses the border of a chunk is sent between ranks. Its router leaves out the positions that look into another
-    document or into padding.
+    """Upstream's MTP layer over ids and positions of whole sequences `[B, S]`, which it shifts. Upstream's are cut, and
+    ranks send each other what crosses a border. The router leaves out the positions that look into another document or
+    into padding.
     """
 
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
-        self.context_group = self.cp_group
+    def __init__(self, *args, pg_collection, **kwargs) -> None:
+        super().__init__(*args, pg_collection=pg_collection, **kwargs)
+        self.context_group = pg_collection.cp
         self.cp_group = None  # multi_token_prediction.py, `_get_embeddings`: what it shifts is in one piece
 
     def forward(self, *, attention_mask, padding_mask=None, **inputs):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import random
@@ -101,8 +102,10 @@ def seed_everything(seed: int) -> None:
 def stop_groups() -> None:
     """Leaves nothing of a job but the process group, so that another job can start in it.
 
-    Upstream's `destroy_model_parallel` forgets its groups and leaves them open: each of Gloo's keeps three threads.
+    Upstream's `destroy_model_parallel` forgets its groups and leaves them open: each of Gloo's keeps three threads, as
+    long as anything refers to it. The last job's model does, in cycles.
     """
+    gc.collect()
     groups = parallel_state._global_process_group_list or []
     parallel_state.destroy_model_parallel()
     for group in groups:
