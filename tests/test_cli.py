@@ -126,14 +126,14 @@ def test_ctrl_c_and_a_crash(monkeypatch, engine, capsys):
         raise KeyboardInterrupt
 
     dry_run = ["train", DEMO, "--dry-run", "--world-size", "2"]
-    monkeypatch.setattr(sys.modules["maniple.engines.megatron.dry_run"], "run", interrupted)
+    monkeypatch.setattr(sys.modules["maniple.engines.megatron.dry_run.one_rank"], "run", interrupted)
     assert cli.main(dry_run) == 130
     assert capsys.readouterr().err == ""
 
     def broken(*words, **options):
         raise RuntimeError("boom")
 
-    monkeypatch.setattr(sys.modules["maniple.engines.megatron.dry_run"], "run", broken)
+    monkeypatch.setattr(sys.modules["maniple.engines.megatron.dry_run.one_rank"], "run", broken)
     with pytest.raises(RuntimeError, match="boom"):
         cli.main(dry_run)
 

@@ -103,10 +103,10 @@ def train(
         if all_ranks:
             if rank is not None:
                 raise UserError("--all-ranks runs every distinct rank: leave --rank out")
-            from maniple.engines.megatron import all_ranks as every
+            from maniple.engines.megatron.dry_run import all_ranks as every
 
             return every.run(job, card, world_size, as_json=as_json)
-        from maniple.engines.megatron import dry_run as dry
+        from maniple.engines.megatron.dry_run import one_rank as dry
 
         return dry.run(job, card, rank or 0, world_size, as_json=as_json)
     if rank is not None or world_size is not None or all_ranks or as_json:
@@ -273,7 +273,7 @@ def inspect(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="RUN/checkpoints/step_…")], as_json: AsJson = False
 ) -> None:
     """Say what a checkpoint holds: step, model, layout, sizes, versions; with --json every tensor too."""
-    from maniple.engines.megatron import checkpoint_report
+    from maniple.engines.megatron.checkpoint import report as checkpoint_report
 
     checkpoint_report.inspect(folder, as_json=as_json)
 
@@ -281,7 +281,7 @@ def inspect(
 @checkpoint_app.command()
 def verify(folder: Annotated[Path, typer.Argument(metavar="DIR", help="a checkpoint, or a run: all of its")]) -> None:
     """Read every file and compare it with its digest; exit code 2, and what is damaged, if one differs."""
-    from maniple.engines.megatron import checkpoint_report
+    from maniple.engines.megatron.checkpoint import report as checkpoint_report
 
     checkpoint_report.verify(folder)
 

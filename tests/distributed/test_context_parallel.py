@@ -119,7 +119,7 @@ def trace(rank: int, world_size: int) -> dict[int, int]:
     """In a process of its own: bytes of activations of one rank of eight, by context-parallel size."""
     from tests.engines import jobs
 
-    from maniple.engines.megatron import dry_run
+    from maniple.engines.megatron.dry_run import one_rank
 
     found = {}
     with jobs.no_process_group():
@@ -131,7 +131,7 @@ def trace(rank: int, world_size: int) -> dict[int, int]:
                 data={"sequence_length": 512},
                 train={"micro_batch_size": 1, "global_batch_size": 16},
             )
-            found[size] = dry_run.trace(job, jobs.tiny_card(DEEPSEEK), 5, 8).activation_bytes
+            found[size] = one_rank.trace(job, jobs.tiny_card(DEEPSEEK), 5, 8).activation_bytes
     return found
 
 

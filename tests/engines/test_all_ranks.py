@@ -81,18 +81,18 @@ def _whole(rank: int) -> Iterator[None]:
 
 def programs(job: TrainConfig, model: ModelCard, world: int, broken: Callable[[int], Any] = _whole):
     """Of the distinct ranks: one a stage, and those that are to be like them; of rank r in the context `broken(r)`."""
-    from maniple.engines.megatron import all_ranks, dry_run
+    from maniple.engines.megatron.dry_run import all_ranks, one_rank
 
     first, again = all_ranks.distinct_ranks(world, job.parallel.pipeline_parallel_size)
     found = {}
     for one in [*first, *again]:
         with broken(one):
-            found[one] = dry_run.program_of(job, model, one, world)
+            found[one] = one_rank.program_of(job, model, one, world)
     return [found[one] for one in first], [found[one] for one in again]
 
 
 def faults(job: TrainConfig, model: ModelCard, world: int, broken: Callable[[int], Any] = _whole) -> list[str]:
-    from maniple.engines.megatron import all_ranks
+    from maniple.engines.megatron.dry_run import all_ranks
 
     return [str(fault) for fault in all_ranks.examine(*programs(job, model, world, broken), world)]
 
@@ -112,7 +112,7 @@ def sound_jobs(rank: int, world_size: int) -> dict[str, Any]:
 def broken_jobs(rank: int, world_size: int) -> dict[str, Any]:
     from tests.engines import jobs
 
-    from maniple.engines.megatron import all_ranks, dry_run
+    from maniple.engines.megatron.dry_run import all_ranks, one_rank
 
     report: dict[str, Any] = {}
     dense, interleaved = make_job(parallel=DENSE_STAGE), make_job(parallel=INTERLEAVED)
@@ -126,12 +126,12 @@ def broken_jobs(rank: int, world_size: int) -> dict[str, Any]:
         ):
             report[name] = faults(job, card(), 4, broken)
         longer = make_job(parallel=DENSE_STAGE, data={"sequence_length": 48})
-        stages = [dry_run.program_of(job, card(), one, 4) for one, job in ((0, dense), (2, longer))]
+        stages = [one_rank.program_of(job, card(), one, 4) for one, job in ((0, dense), (2, longer))]
         report["another shape"] = [str(fault) for fault in all_ranks.examine(stages, [], 4)]
         report["growth"] = _growth(interleaved)
         apart = make_job(parallel={"pipeline_parallel_size": 4, "pipeline_layout": "Ett|t|m|L"})
         with pytest.raises(UserError, match="put m and L together"):
-            dry_run.program_of(apart, card(), 0, 4)
+            one_rank.program_of(apart, card(), 0, 4)
     return report
 
 
@@ -220,14 +220,14 @@ def _another_group_on_rank_2(rank: int):
 
 def _growth(job: TrainConfig) -> list[tuple[int, int]]:
     """(events, different calls) of the first stage with 6, 8 and 10 micro-batches."""
-    from maniple.engines.megatron import dry_run
+    from maniple.engines.megatron.dry_run import one_rank
 
     found = []
     for count in (6, 8, 10):
         patch = pytest.MonkeyPatch()
-        patch.setattr(dry_run, "micro_batches_that_show_all", lambda *sizes, count=count: count)
+        patch.setattr(one_rank, "micro_batches_that_show_all", lambda *sizes, count=count: count)
         longer = job.model_copy(update={"train": job.train.model_copy(update={"global_batch_size": 4 * 10})})
-        program = dry_run.program_of(longer, card(), 0, 4).program
+        program = one_rank.program_of(longer, card(), 0, 4).program
         patch.undo()
         found.append((len(program.events), len(set(program.calls))))
     return found
@@ -249,7 +249,7 @@ def real_calls(rank: int, world_size: int) -> dict[str, list]:
     from tests.engines import jobs
 
     from maniple.engines.megatron import model, parallel, step
-    from maniple.engines.megatron.collectives import Recorder
+    from maniple.engines.megatron.dry_run.collectives import Recorder
     from maniple.engines.megatron.optimizer import build_optimizer
 
     found = {}
@@ -276,13 +276,13 @@ def real_calls(rank: int, world_size: int) -> dict[str, list]:
 def dry_calls(rank: int, world_size: int) -> dict[str, list]:
     from tests.engines import jobs
 
-    from maniple.engines.megatron import dry_run
+    from maniple.engines.megatron.dry_run import one_rank
 
     with jobs.no_process_group():
         return {
             name: [
                 _plain(program.groups, program.events)
-                for program in (dry_run.program_of(make_job(**REAL[name]), card(), one, 4).program for one in range(4))
+                for program in (one_rank.program_of(make_job(**REAL[name]), card(), one, 4).program for one in range(4))
             ]
             for name in REAL
         }

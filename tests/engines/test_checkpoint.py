@@ -148,8 +148,9 @@ def _random_states(rank: int, folder: Path) -> list[bool]:
     from megatron.core import tensor_parallel
     from tests.engines import jobs
 
-    from maniple.engines.megatron import checkpoint, parallel, trainer
-    from maniple.engines.megatron.checkpoint_writer import Saver
+    from maniple.engines.megatron import parallel, trainer
+    from maniple.engines.megatron.checkpoint import reader
+    from maniple.engines.megatron.checkpoint.writer import Saver
 
     def draw() -> list[float]:
         tracker = tensor_parallel.get_cuda_rng_tracker()
@@ -172,8 +173,8 @@ def _random_states(rank: int, folder: Path) -> list[bool]:
     wanted = draw()  # while it is being written
     saver.check()
     saved = job.run_dir / "checkpoints" / "step_00000001"
-    restored = checkpoint.load(saved, *parts, card=card, job=job)
-    assert restored == checkpoint.Restored(1, 4, {"mean": 0.1 + 0.2, "last": [1, 2]})
+    restored = reader.load(saved, *parts, card=card, job=job)
+    assert restored == reader.Restored(1, 4, {"mean": 0.1 + 0.2, "last": [1, 2]})
     got = draw()
     both: list[Any] = [None, None]
     dist.all_gather_object(both, wanted)

@@ -15,7 +15,7 @@ import torch
 from tests.distributed_utils import run_ranks
 from tests.engines.test_checkpoint_files import _Evil
 
-from maniple.engines.megatron import checkpoint_files as files
+from maniple.engines.megatron.checkpoint import files
 from maniple.errors import UserError
 from maniple.metrics import read_metrics
 
@@ -60,9 +60,9 @@ def save(it, step: int) -> None:
 
 
 def load(it, path: Path) -> None:
-    from maniple.engines.megatron import checkpoint
+    from maniple.engines.megatron.checkpoint import reader
 
-    checkpoint.load(path, it.chunks, it.optimizer, it.scheduler, card=it.card, job=it.job)
+    reader.load(path, it.chunks, it.optimizer, it.scheduler, card=it.card, job=it.job)
 
 
 def refusal(work, *args: Any, **options: Any) -> str:
@@ -79,7 +79,8 @@ def refusal(work, *args: Any, **options: Any) -> str:
 
 
 def alone(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
-    from maniple.engines.megatron import checkpoint, parallel
+    from maniple.engines.megatron import parallel
+    from maniple.engines.megatron.checkpoint import reader
 
     it = trainer_of(folder, "alone")
     it.run()
@@ -97,13 +98,13 @@ def alone(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         report[place] = it.progress.step
         it.run()
         parallel.stop_groups()
-    assert checkpoint.choose(folder / "nothing", "auto", verify=True) is None
+    assert reader.choose(folder / "nothing", "auto", verify=True) is None
     return report
 
 
 def _slow_disk(it) -> dict[str, Any]:
     """Training goes on while a disk does not: the step waits for the copy alone, a reader sees nothing."""
-    from maniple.engines.megatron import checkpoint_writer
+    from maniple.engines.megatron.checkpoint import writer as checkpoint_writer
 
     go, write = threading.Event(), checkpoint_writer._DigestingFile.save
 
@@ -210,7 +211,8 @@ def _other_tensors(it, saved: Path) -> dict[str, str]:
 
 
 def pair(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
-    from maniple.engines.megatron import checkpoint, parallel
+    from maniple.engines.megatron import parallel
+    from maniple.engines.megatron.checkpoint import reader
 
     it = trainer_of(folder, "pair")
     it.run()
@@ -243,14 +245,14 @@ def pair(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         spoiled.write_bytes(data)
     dist.barrier()
     newest = run_dir / "checkpoints" / "step_00000006"
-    report["damaged"] = refusal(checkpoint.choose, run_dir, str(newest), verify=True)
-    report["auto"] = checkpoint.choose(run_dir, "auto", verify=True)
-    report["auto unverified"] = checkpoint.choose(run_dir, "auto", verify=False)
+    report["damaged"] = refusal(reader.choose, run_dir, str(newest), verify=True)
+    report["auto"] = reader.choose(run_dir, "auto", verify=True)
+    report["auto unverified"] = reader.choose(run_dir, "auto", verify=False)
     dist.barrier()
     if rank == 0:
         (run_dir / "checkpoints" / "step_00000004" / "maniple.json").write_text("{}")
     dist.barrier()
-    report["none"] = refusal(checkpoint.choose, run_dir, "auto", verify=True)
+    report["none"] = refusal(reader.choose, run_dir, "auto", verify=True)
     return report
 
 
@@ -261,7 +263,8 @@ PLACES = ("killed-in-a-file", "killed-before-the-manifest", "killed-before-the-n
 
 def killed(rank: int, world_size: int, folder: Path, place: str) -> None:
     """Saves after each step; the second save ends by SIGKILL."""
-    from maniple.engines.megatron import checkpoint_files, checkpoint_writer
+    from maniple.engines.megatron.checkpoint import files as checkpoint_files
+    from maniple.engines.megatron.checkpoint import writer as checkpoint_writer
 
     holder, name = {
         "killed-in-a-file": (checkpoint_writer._DigestingFile, "flush"),

@@ -15,8 +15,8 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, save
 
 from maniple import cli
-from maniple.engines.megatron import checkpoint_files as files
-from maniple.engines.megatron import checkpoint_index
+from maniple.engines.megatron.checkpoint import files
+from maniple.engines.megatron.checkpoint import index as checkpoint_index
 from maniple.errors import UserError
 
 MANIFEST = {

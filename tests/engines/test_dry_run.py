@@ -51,7 +51,7 @@ def dry_runs(rank: int, world_size: int) -> dict[str, Any]:
     """In a process of its own: every dry run, what a rank outside is told, and ranks of the big job, only built."""
     from tests.engines import jobs
 
-    from maniple.engines.megatron import dry_run
+    from maniple.engines.megatron.dry_run import one_rank
 
     def job(base: dict[str, Any], changes: dict[str, Any]):
         sections: dict[str, Any] = {"precision": {"dtype": "bf16"}, "parallel": {"distributed_optimizer": True}}
@@ -60,7 +60,7 @@ def dry_runs(rank: int, world_size: int) -> dict[str, Any]:
         return jobs.make_job(Path("unused"), "job", **sections)
 
     def trace(*, rank: int, world_size: int, base: dict[str, Any], changes: dict[str, Any], **overrides: int):
-        result = dry_run.trace(job(base, changes), card().with_overrides(overrides), rank, world_size)
+        result = one_rank.trace(job(base, changes), card().with_overrides(overrides), rank, world_size)
         return dataclasses.asdict(result) | {"activation_bytes": result.activation_bytes}
 
     with jobs.no_process_group():
@@ -69,13 +69,13 @@ def dry_runs(rank: int, world_size: int) -> dict[str, Any]:
         for name, changes in VARIANTS.items():
             small = {"num_layers": 2, "num_mtp_layers": 0}
             report[name] = trace(rank=1, world_size=4, base=FOUR, changes=changes, **small)
-        full = dry_run._micro_batches_until_full
-        dry_run._micro_batches_until_full = lambda chunks: full(chunks) + 2 * STAGES
+        full = one_rank._micro_batches_until_full
+        one_rank._micro_batches_until_full = lambda chunks: full(chunks) + 2 * STAGES
         report["longer"] = {r: trace(rank=r, world_size=WORLD, base=pipeline, changes={}) for r in (0, 4)}
-        dry_run._micro_batches_until_full = full
+        one_rank._micro_batches_until_full = full
         for outside in (-1, WORLD):
             with pytest.raises(UserError, match=rf"rank {outside} is not in a world of {WORLD}: ranks are 0 to 7"):
-                dry_run.trace(job(pipeline, {}), card(), outside, WORLD)
+                one_rank.trace(job(pipeline, {}), card(), outside, WORLD)
         report["big"] = {r: _build_big(r) for r in BIG}
     return report
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from maniple.config.schema import GuardConfig
-from maniple.engines.megatron.guard import Guard
+from maniple.engines.megatron.faults.guard import Guard
 
 
 def guard(**options):

@@ -81,7 +81,8 @@ def build(rank: int, world_size: int) -> dict[str, list[dict[str, Any]]]:
 
 
 def _chunks(job, card, rank: int, world_size: int) -> list[dict[str, Any]]:
-    from maniple.engines.megatron import meta, model
+    from maniple.engines.megatron import model
+    from maniple.engines.megatron.dry_run import meta
 
     with meta.stand_in(job, rank, world_size):
         return [

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from maniple.engines.megatron.matching import World, alike, compare, same_groups, simulate
-from maniple.engines.megatron.program import Call, Group, Program, ranges
+from maniple.engines.megatron.dry_run.matching import World, alike, compare, same_groups, simulate
+from maniple.engines.megatron.dry_run.program import Call, Group, Program, ranges
 
 GROUPS = [
     Group(0, "world", (0, 1, 2, 3)),

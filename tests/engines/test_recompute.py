@@ -57,7 +57,7 @@ def _kept(recompute: dict[str, Any]) -> int:
     """Bytes that a forward pass leaves for the backward pass."""
     from tests.engines import helpers
 
-    from maniple.engines.megatron.memory import StorageMeter
+    from maniple.engines.megatron.dry_run.memory import StorageMeter
 
     card = load_card(CARD).tiny()
     engine = helpers.Engine(card, helpers.make_job(recompute=recompute))

@@ -25,7 +25,8 @@ def _exchange(name: str, world_size: int, folder: Path) -> dict[str, Any]:
     from megatron.core.dist_checkpointing.validation import StrictHandling
     from tests.engines import jobs
 
-    from maniple.engines.megatron import checkpoint_writer, parallel
+    from maniple.engines.megatron import parallel
+    from maniple.engines.megatron.checkpoint import writer as checkpoint_writer
 
     checkpoint_writer._collect_results_in_this_process()  # this test's processes may not start others
     folder.mkdir(exist_ok=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from maniple.engines.megatron.watch import Seen, verdict
+from maniple.engines.megatron.faults.watch import Seen, verdict
 
 NOW = 1000.0
 

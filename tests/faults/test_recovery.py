@@ -15,7 +15,7 @@ def _choices(rank: int, world: int, folder: Path) -> dict[str, str | None]:
     import torch
     from tests.engines import jobs
 
-    from maniple.engines.megatron import recovery
+    from maniple.engines.megatron.faults import recovery
 
     def steps(count: int, **checkpoint) -> None:
         sections = {"train": {"steps": count}, "checkpoint": {"save_at_end": True, **checkpoint}}

@@ -23,12 +23,14 @@ from maniple.config.schema import TrainConfig
 from maniple.data import datasets
 from maniple.data.documents import keep_apart
 from maniple.data.identity import check_identity, identity
-from maniple.engines.megatron import checkpoint, model, nonfinite, parallel, recovery, results, step
-from maniple.engines.megatron.checkpoint_writer import Saver
-from maniple.engines.megatron.guard import Guard, Verdict
+from maniple.engines.megatron import model, parallel, results, step
+from maniple.engines.megatron.checkpoint import reader
+from maniple.engines.megatron.checkpoint.writer import Saver
+from maniple.engines.megatron.faults import nonfinite, recovery
+from maniple.engines.megatron.faults.guard import Guard, Verdict
+from maniple.engines.megatron.faults.stop import StopRequest
+from maniple.engines.megatron.faults.watch import Watch, margin
 from maniple.engines.megatron.optimizer import build_optimizer
-from maniple.engines.megatron.stop import StopRequest
-from maniple.engines.megatron.watch import Watch, margin
 from maniple.errors import UserError
 from maniple.hardware import lookup, measure_cpu_peak
 from maniple.kernels import registry
@@ -240,7 +242,7 @@ class Trainer:
         return self._training_batches()
 
     def _load(self, folder: Path) -> None:
-        restored = checkpoint.load(folder, self.chunks, self.optimizer, self.scheduler, card=self.card, job=self.job)
+        restored = reader.load(folder, self.chunks, self.optimizer, self.scheduler, card=self.card, job=self.job)
         self.progress = Progress(restored.step, restored.samples)
         self.guard.load_state(restored.extra.get("guard", {}))
         if "data" in restored.extra:

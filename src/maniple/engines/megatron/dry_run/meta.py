@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from maniple.config.schema import TrainConfig
 from maniple.engines.megatron import cpu, parallel
-from maniple.engines.megatron.collectives import Recorder
+from maniple.engines.megatron.dry_run.collectives import Recorder
 
 META = torch.device("meta")
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from maniple.engines.megatron.checkpoint_index import INDEX, Index, read_index
+from maniple.engines.megatron.checkpoint.index import INDEX, Index, read_index
 from maniple.errors import UserError
 
 FORMAT = 2

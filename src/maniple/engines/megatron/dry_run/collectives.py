@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import p2p_communication
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from maniple.engines.megatron.program import Call, Event, Group, Program
+from maniple.engines.megatron.dry_run.program import Call, Event, Group, Program
 
 # operator of c10d -> our name
 _OPS = {

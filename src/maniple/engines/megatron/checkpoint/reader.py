@@ -1,8 +1,8 @@
 """Choosing and loading a checkpoint: Megatron-Core's distributed format, checked before anything is changed.
 
 Any layout reads any other's: tensors are stored whole, in parts that say where they belong. What is in the files is in
-`checkpoint_state.py`, how they are written in `checkpoint_writer.py`, what makes a folder whole in
-`checkpoint_files.py`.
+`checkpoint/state.py`, how they are written in `checkpoint/writer.py`, what makes a folder whole in
+`checkpoint/files.py`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from megatron.core.dist_checkpointing.validation import determine_global_metadat
 from torch.distributed.checkpoint.api import CheckpointException
 
 from maniple.config.schema import TrainConfig
-from maniple.engines.megatron import checkpoint_files as files
-from maniple.engines.megatron import checkpoint_state
-from maniple.engines.megatron.checkpoint_index import Tensor
+from maniple.engines.megatron.checkpoint import files
+from maniple.engines.megatron.checkpoint import state as checkpoint_state
+from maniple.engines.megatron.checkpoint.index import Tensor
 from maniple.errors import UserError
 from maniple.models.card import ModelCard
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from maniple.engines.megatron import optimizer_state
+from maniple.engines.megatron.checkpoint import optimizer_state
 from maniple.engines.megatron.model import unwrap
 
 RNG = "rng."  # of the tensors' names

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from maniple.engines.megatron import checkpoint_files as files
-from maniple.engines.megatron.checkpoint_index import Index
+from maniple.engines.megatron.checkpoint import files
+from maniple.engines.megatron.checkpoint.index import Index
 from maniple.errors import UserError
 
 _OPTIMIZER = "optimizer.state."

@@ -41,8 +41,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 import maniple
 from maniple.config.schema import TrainConfig
-from maniple.engines.megatron import checkpoint_files as files
-from maniple.engines.megatron import checkpoint_state
+from maniple.engines.megatron.checkpoint import files
+from maniple.engines.megatron.checkpoint import state as checkpoint_state
 from maniple.errors import UserError
 from maniple.models.card import ModelCard
 
@@ -84,7 +84,7 @@ class Saver:
         """Saves one checkpoint; collective. Waits for the one before, and for this one unless
         `checkpoint.asynchronous`.
 
-        extra: plain numbers, texts, lists and dicts of them, which `checkpoint.load` gives back.
+        extra: plain numbers, texts, lists and dicts of them, which `reader.load` gives back.
         """
         self.wait()
         self._step = step

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from maniple.config.schema import TrainConfig
-from maniple.engines.megatron import checkpoint, checkpoint_files
+from maniple.engines.megatron.checkpoint import files as checkpoint_files
+from maniple.engines.megatron.checkpoint import reader
 from maniple.metrics.records import write_json
 
 _BEGUN = "begun.json"  # in the run's folder: when the job was started, restarts not counted
@@ -30,7 +31,7 @@ def starting_point(job: TrainConfig, device: torch.device, *, restarted: bool) -
             return found
     elif dist.get_rank() == 0:
         (job.run_dir / _BEGUN).unlink(missing_ok=True)  # an earlier job's
-    return checkpoint.choose(job.run_dir, job.checkpoint.resume, verify=job.checkpoint.verify_on_load)
+    return reader.choose(job.run_dir, job.checkpoint.resume, verify=job.checkpoint.verify_on_load)
 
 
 def newest_of_this_job(job: TrainConfig) -> Path | None:
@@ -39,7 +40,7 @@ def newest_of_this_job(job: TrainConfig) -> Path | None:
     dist.broadcast_object_list(begun, src=0)
     if begun[0] is None:
         return None
-    found = checkpoint.choose(job.run_dir, "auto", verify=job.checkpoint.verify_on_load)
+    found = reader.choose(job.run_dir, "auto", verify=job.checkpoint.verify_on_load)
     if found is None or checkpoint_files.read_manifest(found)["saved"] < begun[0]:
         return None
     return found

@@ -19,10 +19,10 @@ from megatron.core import parallel_state
 
 from maniple.config.schema import TrainConfig
 from maniple.engines.megatron import model, step
-from maniple.engines.megatron.memory import StorageMeter
-from maniple.engines.megatron.meta import META, stand_in
+from maniple.engines.megatron.dry_run.memory import StorageMeter
+from maniple.engines.megatron.dry_run.meta import META, stand_in
+from maniple.engines.megatron.dry_run.program import Program
 from maniple.engines.megatron.optimizer import build_optimizer
-from maniple.engines.megatron.program import Program
 from maniple.errors import UserError
 from maniple.models.card import ModelCard
 

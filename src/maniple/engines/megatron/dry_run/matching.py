@@ -16,7 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from maniple.engines.megatron.program import P2P, Call, Group, Program, all_roles, peers, ranges, roles
+from maniple.engines.megatron.dry_run.program import P2P, Call, Group, Program, all_roles, peers, ranges, roles
 
 
 class World:

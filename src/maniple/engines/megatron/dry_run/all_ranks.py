@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from maniple.config.schema import TrainConfig
-from maniple.engines.megatron.dry_run import RankProgram
-from maniple.engines.megatron.matching import Fault, World, alike, compare, same_groups, simulate
+from maniple.engines.megatron.dry_run.matching import Fault, World, alike, compare, same_groups, simulate
+from maniple.engines.megatron.dry_run.one_rank import RankProgram
 from maniple.errors import UserError
 from maniple.models.card import ModelCard
 
@@ -130,7 +130,7 @@ def _serve(pipe: Any) -> None:
     """Does what comes through the pipe until its other end is gone."""
     import torch
 
-    from maniple.engines.megatron import dry_run
+    from maniple.engines.megatron.dry_run import one_rank
 
     torch.set_num_threads(1)
     while True:
@@ -139,7 +139,7 @@ def _serve(pipe: Any) -> None:
         except EOFError:
             return
         try:
-            result: Any = dry_run.program_of(*task)
+            result: Any = one_rank.program_of(*task)
         except UserError as error:
             result = error
         except Exception:
