@@ -28,12 +28,18 @@ def engine(monkeypatch):
     """An engine that notes what it is asked to do."""
     calls = []
     package = types.ModuleType("maniple.engines.megatron")
-    for name, function, code in (("trainer", "main", 5), ("dry_run", "run", 6), ("all_ranks", "run", 7)):
-        module = types.ModuleType(f"maniple.engines.megatron.{name}")
+    dry_run = types.ModuleType("maniple.engines.megatron.dry_run")
+    for parent, name, function, code in (
+        (package, "trainer", "main", 5),
+        (dry_run, "one_rank", "run", 6),
+        (dry_run, "all_ranks", "run", 7),
+    ):
+        module = types.ModuleType(f"{parent.__name__}.{name}")
         setattr(module, function, lambda *words, _code=code, **options: calls.append((words, options)) or _code)
-        setattr(package, name, module)
+        setattr(parent, name, module)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(sys.modules, package.__name__, package)
+    for parent in (package, dry_run):
+        monkeypatch.setitem(sys.modules, parent.__name__, parent)
     return calls
 
 

@@ -128,7 +128,9 @@ def the_program_is_installed(command: str, patch: pytest.MonkeyPatch) -> None:
 
 
 def the_job_would_start(command: str, patch: pytest.MonkeyPatch) -> None:
-    """`maniple train` reads the job and checks it at its world size; where it would start torchrun it stops."""
+    """`maniple train` reads the job and checks it at its world size; where it would start torchrun it stops. The guide's
+    datasets are the reader's own."""
+    from maniple.data import sources
     from maniple.launch import torchrun
 
     launches: list[torchrun.Launch] = []
@@ -136,6 +138,7 @@ def the_job_would_start(command: str, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torchrun, "run", lambda launch, module, words: launches.append(launch) or 0)
     patch.setattr(torchrun, "visible_gpus", lambda: 8)
     patch.setattr(torchrun, "_check_port", lambda port: None)
+    patch.setattr(sources, "check_files", lambda data: None)
     words = shlex.split(command)
     assert words[0] == "maniple"
     assert cli.main(words[1:]) == 0
@@ -144,14 +147,14 @@ def the_job_would_start(command: str, patch: pytest.MonkeyPatch) -> None:
 
 def the_dry_run_would_start(command: str, patch: pytest.MonkeyPatch) -> None:
     patch.chdir(ROOT)
-    calls = _engine(patch, "dry_run", "run")
+    calls = _engine(patch, "dry_run.one_rank", "run")
     assert cli.main(shlex.split(command)[1:]) == 0
     assert len(calls) == 1
 
 
 def the_dry_run_of_all_ranks_would_start(command: str, patch: pytest.MonkeyPatch) -> None:
     patch.chdir(ROOT)
-    calls = _engine(patch, "all_ranks", "run")
+    calls = _engine(patch, "dry_run.all_ranks", "run")
     assert cli.main(shlex.split(command)[1:]) == 0
     assert len(calls) == 1
 
@@ -180,12 +183,14 @@ def torchrun_would_start_it(command: str, patch: pytest.MonkeyPatch) -> None:
 def _engine(patch: pytest.MonkeyPatch, module: str, function: str) -> list:
     """Puts a module in the engine's place that notes the calls of its function."""
     calls: list = []
-    package = types.ModuleType("maniple.engines.megatron")
-    stub = types.ModuleType(f"{package.__name__}.{module}")
-    setattr(stub, function, lambda *words, **options: calls.append(words) or 0)
-    setattr(package, module, stub)
-    patch.setitem(sys.modules, package.__name__, package)
+    stub = types.ModuleType("maniple.engines.megatron")
     patch.setitem(sys.modules, stub.__name__, stub)
+    for part in module.split("."):
+        inner = types.ModuleType(f"{stub.__name__}.{part}")
+        setattr(stub, part, inner)
+        stub = inner
+        patch.setitem(sys.modules, stub.__name__, stub)
+    setattr(stub, function, lambda *words, **options: calls.append(words) or 0)
     return calls
 
 
