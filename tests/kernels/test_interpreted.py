@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("suite", ["interpreted_grouped_gemm.py"])
 def test_suite(suite):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider"]
     run = subprocess.run(
         [*command, Path(__file__).parent / suite],
         env=os.environ | {"TRITON_INTERPRET": "1"},
