@@ -1,8 +1,8 @@
 """Combined 1F1B: upstream cuts our layers into stages; one micro-batch's forward runs beside another's backward.
 
 The plan's nodes are upstream's own (`build_layer_callables`): each runs one stage on detached inputs and frees what it
-believes is no longer needed. Losses and gradients must equal those of plain forward and backward. Expert-parallel size
-is 1 here, with the dispatcher of more ranks, whose buffers may be freed.
+believes is no longer needed. Losses and gradients must equal those of plain forward and backward: on one rank, with the
+dispatcher of more ranks, whose buffers may be freed; and on two that exchange tokens, in bf16, which is what it is for.
 """
 
 from __future__ import annotations
@@ -22,10 +22,16 @@ MODELS = ("deepseek-v3", "gpt-oss-20b")
 
 def compare(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
     """In a process of its own: errors of losses and gradients by model, and what upstream takes each layer for."""
-    return {name: _compare(name) for name in MODELS}
+    return {name: _compare(name, rank) for name in MODELS}
 
 
-def _compare(card_name: str) -> dict[str, Any]:
+def compare_exchanging(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
+    """The same on two expert-parallel ranks in bf16."""
+    sections = {"parallel": {"expert_parallel_size": 2}, "precision": {"dtype": "bf16"}}
+    return {name: _compare(name, rank, **sections) for name in MODELS}
+
+
+def _compare(card_name: str, rank: int, **sections: dict[str, Any]) -> dict[str, Any]:
     import torch
     from megatron.core.models.common.fine_grained_callables import build_layer_callables, get_layer_moe_metadata
     from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan as Plan
@@ -35,9 +41,9 @@ def _compare(card_name: str) -> dict[str, Any]:
     from maniple.engines.megatron.model import unwrap
 
     card = load_card(card_name).tiny()
-    engine = helpers.Engine(card, helpers.make_job(moe={"dispatcher": "all_to_all"}))
+    engine = helpers.Engine(card, helpers.make_job(moe={"dispatcher": "all_to_all"}, **sections))
     model = unwrap(engine.chunks[0])
-    batches = helpers.make_batches(card.vocab_size, 3, 2)
+    batches = helpers.make_batches(card.vocab_size, 3, 2, seed=rank)
     inputs = [
         {
             "input_ids": batch["tokens"],
@@ -85,12 +91,28 @@ def reports() -> dict[str, dict[str, Any]]:
     return run_ranks(compare, 1, timeout=400)[0]
 
 
+@pytest.fixture(scope="module")
+def exchanging() -> list[dict[str, dict[str, Any]]]:
+    return run_ranks(compare_exchanging, 2, timeout=400)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_overlap_equals_plain_forward_and_backward(reports, name):
     report = reports[name]
     assert report["losses"] <= 1e-6
     assert not report["zeros"]
     assert not {key: e for key, e in report["gradients"].items() if not e <= 1e-5}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_overlapped_exchange_in_bf16_equals_plain(exchanging, name):
+    # The embedding of a model with MTP is used twice: one backward pass sums both in bf16, the plan's two in fp32.
+    rounded = {"embedding.word_embeddings.weight"} if load_card(name).num_mtp_layers else set()
+    for report in exchanging:
+        assert report[name]["losses"] == 0
+        assert not report[name]["zeros"]
+        assert not {key: e for key, e in report[name]["gradients"].items() if e and key not in rounded}
+        assert all(report[name]["gradients"][key] <= 2**-8 for key in rounded)
 
 
 @pytest.mark.parametrize("name", MODELS)
