@@ -128,8 +128,10 @@ def the_program_is_installed(command: str, patch: pytest.MonkeyPatch) -> None:
 
 
 def the_job_would_start(command: str, patch: pytest.MonkeyPatch) -> None:
-    """`maniple train` reads the job and checks it at its world size; where it would start torchrun it stops. Datasets of
-    the guide are the reader's own."""
+    """`maniple train` reads the job and checks it at its world size; where it would start torchrun it stops.
+
+    Datasets of the guide are the reader's own, and not asked for.
+    """
     from maniple.data import sources
     from maniple.launch import torchrun
 

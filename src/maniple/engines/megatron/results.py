@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from maniple.config.schema import TrainConfig
+from maniple.data.datasets import Source
 from maniple.engines.megatron import sample
-from maniple.metrics import draw_curves, peak_memory_bytes, write_summary
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from maniple.engines.megatron.trainer import Trainer
+from maniple.metrics import MetricsWriter, draw_curves, peak_memory_bytes, write_summary
+from maniple.models.card import ModelCard
 
 
-def leave(run: Trainer, *, stopped: str | None, hurry: bool) -> None:
+class Run(Protocol):
+    """What is told of a run here: a trainer that has come to its end. Times in seconds."""
+
+    job: TrainConfig
+    card: ModelCard
+    chunks: list
+    device: torch.device
+    source: Source
+    writer: MetricsWriter
+    rank: int
+    world: int
+    progress: Any  # has `step`
+    saver: Any  # has `last`
+    started: float
+    tokens_timed: int
+    seconds_timed: float
+    validation_loss: float | None
+
+    def mfu(self, tgs: float) -> float | None: ...
+
+
+def leave(run: Run, *, stopped: str | None, hurry: bool) -> None:
     """Writes summary.json and curves.png and says where everything is. Collective.
 
     stopped: why the run ended early. hurry: little time is left, so no sample is drawn.
@@ -58,7 +78,7 @@ def leave(run: Trainer, *, stopped: str | None, hurry: bool) -> None:
     _say(run, text, summary, figure, stopped)
 
 
-def _say(run: Trainer, text: str | None, summary: Path, figure: Path | None, stopped: str | None) -> None:
+def _say(run: Run, text: str | None, summary: Path, figure: Path | None, stopped: str | None) -> None:
     lines = []
     if stopped is not None:
         lines.append(f"stopped after step {run.progress.step} ({stopped}); go on with --resume auto")
