@@ -215,3 +215,11 @@ class TokenReader:
         if len(raw) < size:
             raise UserError(f"{self._path} ends at byte {offset + len(raw):,}: it was cut short while in use")
         return np.frombuffer(raw, self._dtype)
+
+
+def stranger_among(tokens: np.ndarray, vocab_size: int) -> int | None:
+    """A token id (the least or the greatest) that a vocabulary of that size does not have; None if it has all."""
+    lowest, highest = int(tokens.min()), int(tokens.max())
+    if lowest >= 0 and highest < vocab_size:
+        return None
+    return lowest if lowest < 0 else highest

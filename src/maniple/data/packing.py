@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from maniple.data.indexed import TokenReader, content_mark, open_indexed
+from maniple.data.indexed import TokenReader, content_mark, open_indexed, stranger_among
 from maniple.data.permutation import Permutation
 from maniple.data.sources import Part, private_name
 from maniple.errors import UserError
@@ -179,9 +179,7 @@ class PackedDataset(Dataset):
     def _read(self, document: int, skip: int, count: int) -> np.ndarray:
         offset = int(self._offsets[document]) + skip * self._itemsize
         tokens = self._reader.read(offset, count).astype(np.int64)
-        lowest, highest = int(tokens.min()), int(tokens.max())
-        if lowest < 0 or highest >= self.vocab_size:
-            stranger = highest if lowest >= 0 else lowest
+        if (stranger := stranger_among(tokens, self.vocab_size)) is not None:
             raise UserError(
                 f"dataset {self.part.prefix}: document {document} holds token {stranger}, and the tokenizer has "
                 f"{self.vocab_size:,} tokens: prepare the dataset again, or set data.tokenizer to that of the dataset"

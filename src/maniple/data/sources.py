@@ -27,7 +27,7 @@ import numpy as np
 from maniple.config.schema import DataConfig, TrainConfig
 from maniple.data.blend import LONGEST_PERIOD, number, parse_blend, period_slots
 from maniple.data.corpus import Document, read_corpus
-from maniple.data.indexed import IndexedFile, open_indexed
+from maniple.data.indexed import IndexedFile, open_indexed, stranger_among
 from maniple.data.prepare import prepare
 from maniple.data.tokenizer import TokenizerLike, load_tokenizer, train_bpe
 from maniple.errors import UserError
@@ -303,9 +303,7 @@ def _checked_entropy(train: tuple[Part, ...], validation: tuple[Part, ...], toke
 def _shares(part: Part, tokenizer: TokenizerLike) -> np.ndarray:
     file: IndexedFile = open_indexed(part.prefix)
     tokens = file.tokens(part.first, part.stop)[:_MAX_COUNTED_TOKENS]
-    lowest, highest = int(tokens.min()), int(tokens.max())
-    if lowest < 0 or highest >= tokenizer.vocab_size:
-        stranger = highest if lowest >= 0 else lowest
+    if (stranger := stranger_among(tokens, tokenizer.vocab_size)) is not None:
         raise UserError(
             f"dataset {part.prefix} holds token {stranger}, but tokenizer {tokenizer.name} has "
             f"{tokenizer.vocab_size:,} tokens: set data.tokenizer to the one it was prepared with"

@@ -106,7 +106,7 @@ class Recorder(TorchDispatchMode):
     def _call(self, name: str, given: dict[str, Any]) -> Call:
         group = dist.ProcessGroup.unbox(given["process_group"])
         if name not in _OPS:
-            raise NotImplementedError(f"a record of communication has no word for c10d::{name}")
+            raise RuntimeError(f"c10d::{name} is called and not in the table of collectives.py")
         op, number = _OPS[name], self._numbers[group.group_name]
         if op == "barrier":
             return self._make(op, number)

@@ -1,0 +1,395 @@
+"""The grouped GEMM kernels for Hopper: Gluon alone, no torch, so that another framework can launch them.
+
+`hopper.py` says how they work and launches them.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.jit
+def _place(number, row_tiles, column_tiles, BAND: gl.constexpr):
+    in_band = BAND * column_tiles
+    first = number // in_band * BAND
+    height = gl.minimum(row_tiles - first, BAND)
+    inner = number % in_band
+    return first + inner % height, inner // height
+
+
+@gluon.jit
+def _load_rows(
+    x_desc,
+    w_desc,
+    ends_ptr,
+    a_smem,
+    b_smem,
+    full,
+    empty,
+    N,
+    K,
+    GROUPS: gl.constexpr,
+    NK: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    DEPTH: gl.constexpr,
+    STAGES: gl.constexpr,
+    BAND: gl.constexpr,
+):
+    BYTES: gl.constexpr = (ROWS + COLUMNS) * DEPTH * 2
+    column_tiles = gl.cdiv(N, COLUMNS)
+    tile = gl.program_id(0)
+    first = 0
+    start = 0
+    turn = 0
+    for g in range(GROUPS):
+        end = gl.load(ends_ptr + g)
+        row_tiles = gl.cdiv(end - start, ROWS)
+        last = first + row_tiles * column_tiles
+        while tile < last:
+            i, j = _place(tile - first, row_tiles, column_tiles, BAND)
+            row0 = start + i * ROWS
+            n0 = j * COLUMNS
+            for k0 in range(0, K, DEPTH):
+                stage = turn % STAGES
+                mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
+                loaded = full.index(stage)
+                mbarrier.expect(loaded, BYTES)
+                tma.async_copy_global_to_shared(x_desc, [row0, k0], loaded, a_smem.index(2 * stage))
+                tma.async_copy_global_to_shared(x_desc, [row0 + ROWS // 2, k0], loaded, a_smem.index(2 * stage + 1))
+                if NK:
+                    tma.async_copy_global_to_shared(w_desc, [g, n0, k0], loaded, b_smem.index(stage))
+                else:
+                    tma.async_copy_global_to_shared(w_desc, [g, k0, n0], loaded, b_smem.index(stage))
+                turn += 1
+            tile += gl.num_programs(0)
+        first = last
+        start = end
+
+
+@gluon.jit
+def _compute_rows(
+    out_desc,
+    out_ptr,
+    ends_ptr,
+    bias_ptr,
+    scale_ptr,
+    a_smem,
+    b_smem,
+    out_smem,
+    full,
+    empty,
+    N,
+    K,
+    out_row,
+    HALF: gl.constexpr,
+    GROUPS: gl.constexpr,
+    NK: gl.constexpr,
+    BIAS: gl.constexpr,
+    SCALE: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    DEPTH: gl.constexpr,
+    STAGES: gl.constexpr,
+    BAND: gl.constexpr,
+):
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    column_tiles = gl.cdiv(N, COLUMNS)
+    tile = gl.program_id(0)
+    first = 0
+    start = 0
+    turn = 0
+    staged = out_smem.index(HALF)
+    for g in range(GROUPS):
+        end = gl.load(ends_ptr + g)
+        row_tiles = gl.cdiv(end - start, ROWS)
+        last = first + row_tiles * column_tiles
+        while tile < last:
+            i, j = _place(tile - first, row_tiles, column_tiles, BAND)
+            row0 = start + i * ROWS + HALF * (ROWS // 2)
+            n0 = j * COLUMNS
+            acc = gl.zeros((ROWS // 2, COLUMNS), gl.float32, MMA)
+            for k0 in range(0, K, DEPTH):
+                stage = turn % STAGES
+                mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
+                if NK:
+                    b = b_smem.index(stage).reshape((COLUMNS, DEPTH)).permute((1, 0))
+                else:
+                    b = b_smem.index(stage).reshape((DEPTH, COLUMNS))
+                acc = warpgroup_mma(a_smem.index(2 * stage + HALF), b, acc, is_async=True)
+                acc = warpgroup_mma_wait(1, deps=(acc,))  # the product before is done: its stage may be filled again
+                mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1, pred=k0 > 0)
+                turn += 1
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1)
+            rows = row0 + gl.arange(0, ROWS // 2, gl.SliceLayout(1, MMA))
+            columns = n0 + gl.arange(0, COLUMNS, gl.SliceLayout(0, MMA))
+            if BIAS:
+                bias = gl.load(bias_ptr + gl.cast(g, gl.int64) * N + columns, mask=columns < N, other=0.0).to(
+                    gl.float32
+                )
+                if SCALE:
+                    scale = gl.load(scale_ptr + rows, mask=rows < end, other=0.0).to(gl.float32)
+                    acc += scale[:, None] * bias[None, :]
+                else:
+                    acc += bias[None, :]
+            if row0 + ROWS // 2 <= end:
+                tma.store_wait(0)
+                staged.store(acc.to(out_desc.dtype))
+                fence_async_shared()
+                tma.async_copy_shared_to_global(out_desc, [row0, n0], staged)
+            elif row0 < end:
+                ptrs = out_ptr + rows.to(gl.int64)[:, None] * out_row + columns[None, :]
+                gl.store(ptrs, acc.to(out_desc.dtype), mask=(rows < end)[:, None] & (columns < N)[None, :])
+            tile += gl.num_programs(0)
+        first = last
+        start = end
+    tma.store_wait(0)
+
+
+@gluon.jit
+def rows_kernel(
+    x_desc,
+    w_desc,
+    out_desc,
+    out_ptr,
+    ends_ptr,
+    bias_ptr,
+    scale_ptr,
+    N,
+    K,
+    out_row,
+    GROUPS: gl.constexpr,
+    NK: gl.constexpr,
+    BIAS: gl.constexpr,
+    SCALE: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    DEPTH: gl.constexpr,
+    STAGES: gl.constexpr,
+    BAND: gl.constexpr,
+    LOADER: gl.constexpr,
+    CONSUMER: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """`out[s] = x[s] @ w[g] + scale[s] * bias[g]`; x `[S, K]`, w `[G, N, K]` or `[G, K, N]`, out `[S, N]`, all bf16."""
+    # (Gluon's compiler takes neither starred lists nor tuples that are put together)
+    a_smem = gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES, ROWS // 2, DEPTH], x_desc.layout)
+    b_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)  # noqa: RUF005
+    out_smem = gl.allocate_shared_memory(out_desc.dtype, [2, ROWS // 2, COLUMNS], out_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    # fmt: off
+    gl.warp_specialize(
+        [
+            (_compute_rows, (
+                out_desc, out_ptr, ends_ptr, bias_ptr, scale_ptr, a_smem, b_smem, out_smem, full, empty, N, K, out_row,
+                gl.constexpr(0),
+                GROUPS, NK, BIAS, SCALE, ROWS, COLUMNS, DEPTH, STAGES, BAND,
+            )),
+            (_compute_rows, (
+                out_desc, out_ptr, ends_ptr, bias_ptr, scale_ptr, a_smem, b_smem, out_smem, full, empty, N, K, out_row,
+                gl.constexpr(1),
+                GROUPS, NK, BIAS, SCALE, ROWS, COLUMNS, DEPTH, STAGES, BAND,
+            )),
+            (_load_rows, (
+                x_desc, w_desc, ends_ptr, a_smem, b_smem, full, empty, N, K,
+                GROUPS, NK, ROWS, COLUMNS, DEPTH, STAGES, BAND,
+            )),
+        ],
+        [4, 1],
+        [CONSUMER, LOADER],
+    )
+    # fmt: on
+
+
+@gluon.jit
+def _load_wgrad(
+    a_desc,
+    b_desc,
+    ends_ptr,
+    a_smem,
+    b_smem,
+    full,
+    empty,
+    A,
+    B,
+    GROUPS: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    DEPTH: gl.constexpr,
+    STAGES: gl.constexpr,
+    BAND: gl.constexpr,
+):
+    BYTES: gl.constexpr = (ROWS + COLUMNS) * DEPTH * 2
+    a_tiles = gl.cdiv(A, ROWS)
+    b_tiles = gl.cdiv(B, COLUMNS)
+    turn = 0
+    for tile in range(gl.program_id(0), GROUPS * a_tiles * b_tiles, gl.num_programs(0)):
+        g = tile // (a_tiles * b_tiles)
+        i, j = _place(tile % (a_tiles * b_tiles), a_tiles, b_tiles, BAND)
+        start = gl.load(ends_ptr + g - 1, mask=g > 0, other=0)
+        end = gl.load(ends_ptr + g)
+        for s in range(start, end, DEPTH):
+            stage = turn % STAGES
+            mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
+            loaded = full.index(stage)
+            mbarrier.expect(loaded, BYTES)
+            tma.async_copy_global_to_shared(a_desc, [s, i * ROWS], loaded, a_smem.index(2 * stage))
+            tma.async_copy_global_to_shared(a_desc, [s, i * ROWS + ROWS // 2], loaded, a_smem.index(2 * stage + 1))
+            tma.async_copy_global_to_shared(b_desc, [s, j * COLUMNS], loaded, b_smem.index(stage))
+            turn += 1
+
+
+@gluon.jit
+def _zero_from(tile, row, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    values = tile.load(LAYOUT)
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    tile.store(gl.where((rows < row)[:, None], values, gl.zeros_like(values)))  # a product with zero would keep a NaN
+
+
+@gluon.jit
+def _add(out_ptr, values, g, a0, b0, A, B, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    rows = a0 + gl.arange(0, ROWS, gl.SliceLayout(1, MMA))
+    columns = b0 + gl.arange(0, COLUMNS, gl.SliceLayout(0, MMA))
+    ptrs = out_ptr + (gl.cast(g, gl.int64) * A + rows.to(gl.int64)[:, None]) * B + columns[None, :]
+    inside = (rows < A)[:, None] & (columns < B)[None, :]
+    gl.store(ptrs, gl.convert_layout(values, MMA) + gl.load(ptrs, mask=inside, other=0.0), mask=inside)
+
+
+@gluon.jit
+def _compute_wgrad(
+    out_desc,
+    out_ptr,
+    ends_ptr,
+    a_smem,
+    b_smem,
+    out_smem,
+    full,
+    empty,
+    zeroed,
+    A,
+    B,
+    HALF: gl.constexpr,
+    GROUPS: gl.constexpr,
+    ACCUMULATE: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    DEPTH: gl.constexpr,
+    STAGES: gl.constexpr,
+    BAND: gl.constexpr,
+):
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    a_tiles = gl.cdiv(A, ROWS)
+    b_tiles = gl.cdiv(B, COLUMNS)
+    turn = 0
+    tails = 0
+    for tile in range(gl.program_id(0), GROUPS * a_tiles * b_tiles, gl.num_programs(0)):
+        g = tile // (a_tiles * b_tiles)
+        i, j = _place(tile % (a_tiles * b_tiles), a_tiles, b_tiles, BAND)
+        start = gl.load(ends_ptr + g - 1, mask=g > 0, other=0)
+        end = gl.load(ends_ptr + g)
+        a0 = i * ROWS + HALF * (ROWS // 2)
+        b0 = j * COLUMNS
+        acc = gl.zeros((ROWS // 2, COLUMNS), gl.float32, MMA)
+        for s in range(start, end, DEPTH):
+            stage = turn % STAGES
+            mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
+            a = a_smem.index(2 * stage + HALF)
+            b = b_smem.index(stage)
+            if s + DEPTH > end:
+                # each warpgroup clears its own rows of a and half of b, which both read
+                _zero_from(a, end - s, DEPTH, ROWS // 2)
+                _zero_from(b.slice(HALF * (COLUMNS // 2), COLUMNS // 2, dim=1), end - s, DEPTH, COLUMNS // 2)
+                fence_async_shared()
+                gl.thread_barrier()
+                mbarrier.arrive(zeroed, count=1)
+                mbarrier.wait(zeroed, tails & 1)
+                tails += 1
+            acc = warpgroup_mma(a.permute((1, 0)), b, acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+            mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1, pred=s > start)
+            turn += 1
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1, pred=start < end)
+        if ACCUMULATE:
+            if start < end:
+                # half the columns at a time, so that what is there already finds registers
+                left, right = acc.reshape((ROWS // 2, 2, COLUMNS // 2)).permute((0, 2, 1)).split()
+                _add(out_ptr, left, g, a0, b0, A, B, ROWS // 2, COLUMNS // 2)
+                _add(out_ptr, right, g, a0, b0 + COLUMNS // 2, A, B, ROWS // 2, COLUMNS // 2)
+        else:
+            staged = out_smem.index(HALF)
+            tma.store_wait(0)
+            staged.store(acc.to(out_desc.dtype).reshape((1, ROWS // 2, COLUMNS)))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(out_desc, [g, a0, b0], staged)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def wgrad_kernel(
+    a_desc,
+    b_desc,
+    out_desc,
+    out_ptr,
+    ends_ptr,
+    A,
+    B,
+    GROUPS: gl.constexpr,
+    ACCUMULATE: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    DEPTH: gl.constexpr,
+    STAGES: gl.constexpr,
+    BAND: gl.constexpr,
+    LOADER: gl.constexpr,
+    CONSUMER: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """`out[g] (+)= a[rows of g]ᵀ @ b[rows of g]`; a `[S, A]`, b `[S, B]` bf16, out `[G, A, B]` bf16 (fp32: added)."""
+    a_smem = gl.allocate_shared_memory(a_desc.dtype, [2 * STAGES, DEPTH, ROWS // 2], a_desc.layout)
+    b_smem = gl.allocate_shared_memory(b_desc.dtype, [STAGES, DEPTH, COLUMNS], b_desc.layout)
+    out_smem = gl.allocate_shared_memory(out_desc.dtype, [2] + out_desc.block_type.shape, out_desc.layout)  # noqa: RUF005
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    zeroed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    mbarrier.init(zeroed, count=2)
+    # fmt: off
+    gl.warp_specialize(
+        [
+            (_compute_wgrad, (
+                out_desc, out_ptr, ends_ptr, a_smem, b_smem, out_smem, full, empty, zeroed, A, B,
+                gl.constexpr(0),
+                GROUPS, ACCUMULATE, ROWS, COLUMNS, DEPTH, STAGES, BAND,
+            )),
+            (_compute_wgrad, (
+                out_desc, out_ptr, ends_ptr, a_smem, b_smem, out_smem, full, empty, zeroed, A, B,
+                gl.constexpr(1),
+                GROUPS, ACCUMULATE, ROWS, COLUMNS, DEPTH, STAGES, BAND,
+            )),
+            (_load_wgrad, (
+                a_desc, b_desc, ends_ptr, a_smem, b_smem, full, empty, A, B,
+                GROUPS, ROWS, COLUMNS, DEPTH, STAGES, BAND,
+            )),
+        ],
+        [4, 1],
+        [CONSUMER, LOADER],
+    )
+    # fmt: on
