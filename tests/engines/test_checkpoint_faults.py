@@ -211,6 +211,8 @@ def _other_tensors(it, saved: Path) -> dict[str, str]:
 
 
 def pair(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    import torch.distributed as dist
+
     from maniple.engines.megatron import parallel
     from maniple.engines.megatron.checkpoint import reader
 
@@ -225,6 +227,7 @@ def pair(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     save(it, 5)
     report["full"] = it.saver.wait()
     report["left"] = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    dist.barrier()  # the next save makes a folder, which a rank that is late must not find in its list
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     save(it, 6)  # there is room again
     report["again"] = it.saver.wait()
@@ -235,8 +238,6 @@ def pair(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     report["always full"] = refusal(trainer_of(folder, "always-full", checkpoint=always).run)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     parallel.stop_groups()
-
-    import torch.distributed as dist
 
     if rank == 0:
         spoiled = run_dir / "checkpoints" / "step_00000006" / "__1_0.distcp"
