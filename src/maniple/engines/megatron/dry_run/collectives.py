@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel import p2p_communication
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from maniple.engines.megatron.dry_run.program import Call, Event, Group, Program
+from maniple.engines.megatron.dry_run.repeated import Repeated
 
 # operator of c10d -> our name
 _OPS = {
@@ -60,6 +61,7 @@ class Recorder(TorchDispatchMode):
         self._numbers: dict[str, int] = {}  # torch's name of a group -> ours
         self._known: dict[tuple[Call, str], Call] = {}  # equal calls from one place are one object
         self._works: list[Any] = []  # a Work that only C++ holds loses its Python half
+        self._repeated = Repeated()
         self._issued = 0
         self._muted = 0
         self._batch: list[Call] | None = None
@@ -94,7 +96,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func.namespace != "c10d" or self._muted:
-            return func(*args, **kwargs)
+            return func(*args, **kwargs) if self.really else self._repeated(func, args, kwargs)
         given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
         number = self._issue(self._call(func._schema.name.removeprefix("c10d::"), given))
         if self.really:
