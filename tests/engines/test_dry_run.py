@@ -40,6 +40,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tensor-parallel 2": {"parallel": {"tensor_parallel_size": 2}},
     "one optimizer": {"parallel": {"distributed_optimizer": False}},
 }
+# four stages, MTP and loss each in one of its own: two ranks of each
+APART, APART_RANKS = "Et|tt|m|L", {0: 0, 2: 1, 5: 2, 7: 3}
 BIG = {0: (0, 0), 70: (1, 6), 959: (14, 63), 1023: (15, 63)}  # of 1,024: stage and expert-parallel rank
 
 
@@ -73,6 +75,8 @@ def dry_runs(rank: int, world_size: int) -> dict[str, Any]:
         one_rank._micro_batches_until_full = lambda chunks: full(chunks) + 2 * STAGES
         report["longer"] = {r: trace(rank=r, world_size=WORLD, base=pipeline, changes={}) for r in (0, 4)}
         one_rank._micro_batches_until_full = full
+        apart = {"parallel": {"pipeline_parallel_size": 4, "pipeline_layout": APART, "expert_parallel_size": 2}}
+        report["apart"] = {r: trace(rank=r, world_size=WORLD, base=apart, changes={}) for r in APART_RANKS}
         for outside in (-1, WORLD):
             with pytest.raises(UserError, match=rf"rank {outside} is not in a world of {WORLD}: ranks are 0 to 7"):
                 one_rank.trace(job(pipeline, {}), card(), outside, WORLD)
@@ -192,6 +196,15 @@ def test_more_micro_batches_have_the_same_peak(runs):
         assert more > 0
         # each micro-batch's loss, 512 bytes as allocated, stays until the step's end
         assert longer["peak_bytes"] == run["peak_bytes"] + 512 * more * (stage == STAGES - 1)
+
+
+def test_mtp_and_loss_in_different_stages(runs):
+    """The last stage receives the hidden states of MTP's depth beside the decoder's."""
+    for rank, stage in APART_RANKS.items():
+        run = runs["apart"][rank]
+        assert run["pipeline_stage"] == stage
+        assert run["parameters"] == parameters(card(), APART, 4, stage, 2, 256)
+        assert run["activation_bytes"] > 0
 
 
 def test_ranks_of_deepseek_v3_on_1024_gpus_build(runs):

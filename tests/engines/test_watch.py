@@ -37,6 +37,10 @@ BACK = at(17, "backward", ago=60)
             {0: at(0, "start-up"), 1: None, 2: None},
             "start-up: ranks 1-2 never joined (1 of 3 did); rank 0 waits in start-up",
         ),
+        (
+            {0: at(0, "meeting"), 1: at(0, "start-up", ago=63)},
+            "start-up: rank 1 stopped in start-up 63 s ago; rank 0 waits in meeting",
+        ),
         ({0: BACK, 1: BACK}, "step 17: ranks 0-1 wait in backward"),  # what one sends the other does not take
         ({0: at(3, "data loading"), 1: at(3, "data loading")}, "step 3: ranks 0-1 wait in data loading"),
     ],

@@ -43,7 +43,7 @@ class Job:
         (folder / "job.yaml").write_text(JOB, encoding="utf-8")
 
     @contextmanager
-    def started(self, *more: str, node: str = "") -> Iterator[Life]:
+    def started(self, *more: str, node: str = "", **environment: str) -> Iterator[Life]:
         """A launcher, which is killed with its ranks if it has not ended at the end of the block."""
         inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
         command = [sys.executable, "-m", "maniple", "train", "job.yaml", *self.words, *more, "--name", self.name]
@@ -54,7 +54,7 @@ class Job:
                 process = subprocess.Popen(
                     command,
                     cwd=self.folder,
-                    env=inherited | {"TMPDIR": scratch, "OMP_NUM_THREADS": "1"},
+                    env=inherited | {"TMPDIR": scratch, "OMP_NUM_THREADS": "1"} | environment,
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,

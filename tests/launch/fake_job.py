@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 import types
+from dataclasses import replace
 from pathlib import Path
 
 from maniple import cli
@@ -36,7 +37,7 @@ def _train(config, card, *, restarted, report) -> int:
     if who and rank != int(who):
         if restarted:
             return 0
-        time.sleep(60)
+        time.sleep(200)
     if ending == "user_error":
         raise UserError("the corpus is shorter than one sequence: give more text")
     if ending == "crash":
@@ -80,5 +81,6 @@ sys.modules["maniple.engines.megatron.trainer"] = trainer
 if __name__ == "__main__":
     if not worker.is_worker():
         real = torchrun.run
-        torchrun.run = lambda launch, module, arguments: real(launch, "fake_job", arguments)
+        meet = {"meet_seconds": float(os.environ.get("MEET_SECONDS", "600"))}
+        torchrun.run = lambda launch, module, arguments: real(replace(launch, **meet), "fake_job", arguments)
     sys.exit(cli.main())

@@ -163,8 +163,8 @@ class _Reporting(Dataset):
 
 def _ignore_signals(worker: int) -> None:
     """SIGTERM and Ctrl-C ask a job to save and stop, and reach all its processes: a loader ends with its trainer."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _end_loaders() -> None:

@@ -6,12 +6,14 @@
   hangs in a collective uses up, and the others fill the screen with broken connections meanwhile.
 - What failed first is found by its own word and time, not by the second at which it was noticed.
 - A failure that a restart cannot mend (a user's mistake) is not repeated.
-- SIGTERM and SIGINT give the processes the job's own time to save, and a second signal ends them.
+- A node that comes to a running job waits until the job fits as many nodes as there are then.
+- SIGTERM, SIGINT and SIGUSR1 give the processes the job's own time to save, and a second signal ends them.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -30,6 +32,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
+from maniple.launch.meeting import Arrivals, NumberedMeeting
 from maniple.launch.worker import RESTARTED
 from maniple.metrics import pulse
 
@@ -40,8 +43,9 @@ _OTHER_NODE_SECONDS = 1.5  # for the other nodes' agents to say what they saw
 _CAUSE = "maniple/cause"
 
 
-def make_spec(config: LaunchConfig, program: Any, words: list[str]) -> WorkerSpec:
-    """What torchrun's options ask for, as its own `launch_agent` makes it."""
+def make_spec(config: LaunchConfig, program: Any, words: list[str], *, meet_seconds: float) -> WorkerSpec:
+    """What torchrun's options ask for, as its own `launch_agent` makes it. meet_seconds: how long numbered nodes wait
+    for one another."""
     parameters = RendezvousParameters(
         backend=config.rdzv_backend,
         endpoint=config.rdzv_endpoint,
@@ -53,13 +57,20 @@ def make_spec(config: LaunchConfig, program: Any, words: list[str]) -> WorkerSpe
     )
     static = config.rdzv_backend == "static"
     host, port = parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=-1) if static else (None, None)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
+    handler = (
+        NumberedMeeting(
+            host, port, config.rdzv_configs["rank"], config.max_nodes, config.run_id, math.ceil(meet_seconds)
+        )
+        if static
+        else get_rendezvous_handler(parameters)
+    )
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = f"{config.signals_to_handle},SIGUSR1"
     return WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
         entrypoint=program,
         args=tuple(words),
-        rdzv_handler=get_rendezvous_handler(parameters),
+        rdzv_handler=handler,
         max_restarts=config.max_restarts,
         monitor_interval=config.monitor_interval,
         master_addr=host,
@@ -89,20 +100,26 @@ class Failure:
 class Agent(LocalElasticAgent):
     """One node's agent. `failure` is the first failure that has been seen; `exit_codes` those of the last processes.
 
-    stop_grace_seconds: how long processes may take to save and end after SIGTERM or SIGINT.
+    stop_grace_seconds: how long processes may take to save and end after a signal. fits: see `torchrun.Launch`.
     """
 
-    def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, *, stop_grace_seconds: float) -> None:
+    def __init__(
+        self, spec: WorkerSpec, logs_specs: LogsSpecs, *, stop_grace_seconds: float, fits: frozenset[int] = frozenset()
+    ) -> None:
         super().__init__(spec=spec, logs_specs=logs_specs, start_method="spawn")
         self.failure: Failure | None = None
+        self.arrivals = Arrivals()  # of a meeting that did not complete
         self._pulses, self._grace = Path(os.environ[pulse.DIRECTORY]), stop_grace_seconds
-        self._starts = 0
+        self._starts, self._fits = 0, fits
+        # upstream's `_invoke_run` starts all processes anew as soon as a node waits
+        waiting = spec.rdzv_handler.num_nodes_waiting
+        spec.rdzv_handler.num_nodes_waiting = lambda: self._welcome(waiting())
 
     def run_to_end(self) -> RunResult | None:
         """Runs the job; None if the rendezvous had ended in good order before it was joined.
 
-        Raises SignalException for SIGTERM and SIGINT, when the processes have ended. The rendezvous is closed at the
-        end, so that nodes which wait there end too, but for a signal: other nodes may go on without this one.
+        Raises SignalException for SIGTERM, SIGINT and SIGUSR1, when the processes have ended. The rendezvous is closed
+        at the end, so that nodes which wait there end too, but for a signal: other nodes may go on without this one.
         """
         closes = True
         try:
@@ -113,13 +130,6 @@ class Agent(LocalElasticAgent):
         finally:
             if closes:
                 self._worker_group.spec.rdzv_handler.shutdown()
-
-    def joined(self) -> str | None:
-        """How many nodes have come to a rendezvous that did not complete; None where that is not known."""
-        # torch has no public way to ask: dynamic_rendezvous.py keeps the participants in the handler's state
-        state = getattr(getattr(self._worker_group.spec.rdzv_handler, "_state_holder", None), "state", None)
-        participants = getattr(state, "participants", None)
-        return None if participants is None else f"{len(participants)} nodes have joined"
 
     @property
     def exit_codes(self) -> list[int | None]:
@@ -133,7 +143,12 @@ class Agent(LocalElasticAgent):
         for kept in ("_bootstrap_store_info", "_shared_tcp_store_server"):
             if hasattr(handler, kept):
                 setattr(handler, kept, None)
-        super()._rendezvous(worker_group)
+        with self.arrivals.noticed(handler):
+            super()._rendezvous(worker_group)
+
+    def _welcome(self, waiting: int) -> int:
+        """How many of the waiting nodes are to be taken in now: all, or none while the job would not fit with them."""
+        return waiting if not self._fits or self._worker_group.group_world_size + waiting in self._fits else 0
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         self._starts += 1

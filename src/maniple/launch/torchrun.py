@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from maniple.launch.agent import Agent
 
 _DEFAULT_PORT = 29500  # torchrun's own
+_ORDERLY = (signal.SIGTERM, signal.SIGUSR1)  # a scheduler's: a job that saves and stops by them has done well
 # Loggers that tell of every closed process and broken connection: `agent.py` says why a job ended, in one line.
 _REPORTERS = (
     *("torch.distributed.elastic.multiprocessing.api", "torch.distributed.elastic.agent.server.api"),
@@ -42,9 +43,11 @@ class Launch:
 
     Several nodes meet at `master_addr:master_port`, each with its `node_rank`, or through a rendezvous
     (`rdzv_backend`, `rdzv_endpoint`, `rdzv_id`, `rdzv_conf` as torchrun has them), which hands out the ranks itself.
-    nnodes: a number, or `MIN:MAX` with a rendezvous: the job goes on with fewer nodes when some are lost.
+    nnodes: a number, or `MIN:MAX` with a rendezvous: the job goes on with fewer nodes when some are lost, and with more
+    when some come. fits: numbers of nodes that the job's layout allows; empty: any.
+    meet_seconds: how long nodes wait for one another at `master_addr` (a rendezvous has `join_timeout` in `rdzv_conf`).
     max_restarts: how often the processes are started again after a failure that is not a user's mistake.
-    stop_grace_seconds: time to save and end after SIGTERM or SIGINT.
+    stop_grace_seconds: time to save and end after SIGTERM, SIGUSR1 or SIGINT.
     """
 
     nproc: int
@@ -56,6 +59,8 @@ class Launch:
     rdzv_endpoint: str | None = None
     rdzv_id: str | None = None
     rdzv_conf: str | None = None
+    fits: frozenset[int] = frozenset()
+    meet_seconds: float = 600.0
     max_restarts: int = 0
     stop_grace_seconds: float = 30.0
 
@@ -142,9 +147,10 @@ class Launch:
 def run(launch: Launch, module: str, arguments: Sequence[str]) -> int:
     """Runs `python -m module arguments...` as every rank of this node; returns the exit code of the job.
 
-    0 if all ranks ended well, also after a SIGTERM by which they saved and stopped (130 after Ctrl-C); else the code of
-    the rank that failed first, with 128 + n for a signal n, after one line that says why and where. A rank's UserError
-    is raised here as one, in the worker's words. Call from the main thread, since torchrun sets signal handlers.
+    0 if all ranks ended well, also after a SIGTERM or SIGUSR1 by which they saved and stopped (130 after Ctrl-C); else
+    the code of the rank that failed first, with 128 + n for a signal n, after one line that says why and where. A
+    rank's UserError is raised here as one, in the worker's words. Call from the main thread, since torchrun sets signal
+    handlers.
     """
     launch.check()
     print(f"maniple: starting {launch}", file=sys.stderr, flush=True)  # what follows imports torch, which takes seconds
@@ -168,17 +174,19 @@ def run(launch: Launch, module: str, arguments: Sequence[str]) -> int:
         config, program, program_words = torchrun.config_from_args(torchrun.parse_args(words))
         agent: Agent | None = None
         try:
-            spec = make_spec(config, program, program_words)
-            agent = Agent(spec, config.logs_specs, stop_grace_seconds=launch.stop_grace_seconds)
+            spec = make_spec(config, program, program_words, meet_seconds=launch.meet_seconds)
+            agent = Agent(spec, config.logs_specs, stop_grace_seconds=launch.stop_grace_seconds, fits=launch.fits)
             result = agent.run_to_end()
         except SignalException as error:
             ended_well = agent is not None and agent.exit_codes and not any(agent.exit_codes)
-            return 0 if ended_well and error.sigval == signal.SIGTERM else 128 + error.sigval
+            return 0 if ended_well and error.sigval in _ORDERLY else 128 + error.sigval
         except RendezvousClosedError:
             line = "the job has ended on another node"
             raise UserError(f"{line}: {agent.failure.line}" if agent and agent.failure else line) from None
         except (torch.distributed.DistError, RendezvousError) as error:
-            raise UserError(f"torchrun could not bring the processes together: {_reason(error, agent)}") from error
+            raise UserError(
+                f"torchrun could not bring the processes together: {_reason(error, agent, launch)}"
+            ) from error
         if result is None or not result.is_failed():
             return 0
         assert agent.failure is not None
@@ -188,10 +196,10 @@ def run(launch: Launch, module: str, arguments: Sequence[str]) -> int:
         return agent.failure.exit_code
 
 
-def _reason(error: Exception, agent: Agent | None) -> str:
-    text = (str(error).splitlines() or [""])[0] or type(error).__name__
-    joined = agent.joined() if agent is not None else None
-    return text if joined is None else f"{text} ({joined})"
+def _reason(error: Exception, agent: Agent | None, launch: Launch) -> str:
+    text = (str(error).splitlines() or [""])[0] or "the nodes did not come in time"
+    came = str(agent.arrivals) if agent is not None else ""
+    return f"{text} (of {launch.node_range[0]} nodes {came})" if came else text
 
 
 @contextmanager

@@ -17,12 +17,14 @@ from pathlib import Path
 DIRECTORY = "MANIPLE_PULSE_DIR"  # environment: where ranks of this node keep their records; unset: in memory only
 HUNG = 124  # exit code of a rank that ends since the job hangs, as of the `timeout` program
 
-# In the order of a step. What a rank does in one of `LOCAL` it does alone: it waits for no other rank there.
+# In the order of a job and a step. What a rank does in one of `LOCAL` it does alone: it waits for no other rank there.
 PHASES = (
-    *("start-up", "data loading", "forward", "backward", "gradient reduction", "update", "statistics"),
+    *("start-up", "meeting", "building"),
+    *("data loading", "forward", "backward", "gradient reduction", "update", "statistics"),
     *("validation", "saving", "writing results", "the end"),
 )
-START, DATA, FORWARD, BACKWARD, REDUCTION, UPDATE, STATISTICS, VALIDATION, SAVING, RESULTS, END = PHASES
+STARTING = START, MEETING, BUILDING = PHASES[:3]  # before the first step
+DATA, FORWARD, BACKWARD, REDUCTION, UPDATE, STATISTICS, VALIDATION, SAVING, RESULTS, END = PHASES[3:]
 LOCAL = (DATA,)
 _RECORD = struct.Struct("<qqqd")  # process id, step, number of the phase, seconds since 1970
 

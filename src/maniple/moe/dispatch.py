@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -92,9 +92,10 @@ class AllToAllDispatcher:
 
     Expert-tensor ranks hold different tokens: rows are gathered over `etp_group` after the exchange, and partial
     results are summed (fp32, by rank) on the way back. Works on NCCL, RCCL and Gloo. The host waits for the device once
-    a dispatch, to read the counts. `static_splits` (for runs without values, or with all loads forced equal) replaces
-    the choice by an even one, k of token t going to expert `(t * K + k) % E`, and takes every rank's T to be this
-    rank's; then the host never waits. Raises ValueError if E does not divide by the group's size.
+    a dispatch, to read the counts. `static_splits` (for runs without values, or with all loads forced) replaces the
+    choice and takes every rank's T to be this rank's; then the host never waits. "even" (or True): k of token t goes to
+    expert `(t * K + k) % E`. "here": the k-th choice of every rank's tokens is this rank's k-th expert, and those after
+    it: as many rows come here as ever can. Raises ValueError if E does not divide by the group's size.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class AllToAllDispatcher:
         ep_group: dist.ProcessGroup,
         *,
         etp_group: dist.ProcessGroup | None = None,
-        static_splits: bool = False,
+        static_splits: bool | Literal["even", "here"] = False,
         kernels: str | None = None,
     ) -> None:
         if num_experts % ep_group.size():
@@ -117,10 +118,9 @@ class AllToAllDispatcher:
 
     def dispatch_preprocess(self, x_TD, ids_TK, probs_TK) -> tuple[torch.Tensor, torch.Tensor, AllToAllHandle]:
         if self.static_splits:
-            even = torch.arange(ids_TK.numel(), device=ids_TK.device) % self.num_experts
-            ids_TK = even.view_as(ids_TK).to(ids_TK.dtype)
+            ids_TK = self._forced(ids_TK)
         by_expert = sort_by_expert(ids_TK, self.num_experts, kernels=self.kernels)
-        handle = self._plan(by_expert)
+        handle = self._plan(by_expert, ids_TK.shape[1])
         slots = sum(handle.sent)
         rows = permute(x_TD, by_expert, slots=slots, kernels=self.kernels)
         return rows, permute_probs(probs_TK, by_expert, slots=slots, kernels=self.kernels), handle
@@ -151,13 +151,27 @@ class AllToAllDispatcher:
     def combine_postprocess(self, rows, handle: AllToAllHandle) -> torch.Tensor:
         return unpermute(rows, handle.by_expert, kernels=self.kernels)
 
-    def _plan(self, by_expert: Permutation) -> AllToAllHandle:
+    def _forced(self, ids_TK: torch.Tensor) -> torch.Tensor:
+        if self.static_splits == "here":
+            first = self.ep_group.rank() * self.num_local_experts
+            forced = torch.arange(first, first + ids_TK.shape[1], device=ids_TK.device).expand_as(ids_TK)
+        else:
+            forced = torch.arange(ids_TK.numel(), device=ids_TK.device).view_as(ids_TK)
+        return (forced % self.num_experts).to(ids_TK.dtype)
+
+    def _forced_counts(self, slots: int, topk: int) -> list[int]:
+        """Rows of one rank by expert, of the choice that `_forced` makes."""
+        experts, first = self.num_experts, self.ep_group.rank() * self.num_local_experts
+        if self.static_splits == "here":
+            return [slots // topk if (expert - first) % experts < topk else 0 for expert in range(experts)]
+        return [slots // experts + (expert < slots % experts) for expert in range(experts)]
+
+    def _plan(self, by_expert: Permutation, topk: int) -> AllToAllHandle:
         """Exchanges the counts, reads them on the host, and works out who gets what."""
         device, ranks, local = by_expert.ends_E.device, self.ep_group.size(), self.num_local_experts
         peers = 1 if self.etp_group is None else self.etp_group.size()
         if self.static_splits:
-            slots = by_expert.order_S.shape[0]
-            counts_E = [slots // self.num_experts + (e < slots % self.num_experts) for e in range(self.num_experts)]
+            counts_E = self._forced_counts(by_expert.order_S.shape[0], topk)
             mine = self.ep_group.rank() * local
             sent_RG = list(itertools.batched(counts_E, local))
             come_XRG = [[counts_E[mine : mine + local]] * ranks] * peers

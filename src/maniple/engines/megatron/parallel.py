@@ -13,11 +13,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
 from maniple.config.layout import parse_layout
 from maniple.config.schema import TrainConfig
 from maniple.engines.megatron import cpu
 from maniple.errors import UserError
+from maniple.metrics import pulse
 
 
 def pick_device(job: TrainConfig) -> torch.device:
@@ -45,6 +48,7 @@ def start(job: TrainConfig, device: torch.device, *, slack: float = 0.0) -> None
 
     slack: seconds that collectives may take beyond the job's timeout, where a watch ends the job at the timeout itself.
     """
+    pulse.enter(pulse.MEETING)
     if not dist.is_initialized():
         timeout = timedelta(seconds=job.parallel.collective_timeout_seconds + slack)
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -53,6 +57,7 @@ def start(job: TrainConfig, device: torch.device, *, slack: float = 0.0) -> None
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     start_groups(job, slack=slack)
+    pulse.enter(pulse.BUILDING)
 
 
 def start_groups(job: TrainConfig, *, slack: float = 0.0) -> None:
@@ -102,9 +107,14 @@ def seed_everything(seed: int) -> None:
 def stop_groups() -> None:
     """Leaves nothing of a job but the process group, so that another job can start in it.
 
-    Upstream's `destroy_model_parallel` forgets its groups and leaves them open: each of Gloo's keeps three threads, as
-    long as anything refers to it. The last job's model does, in cycles.
+    Upstream's `destroy_model_parallel` forgets its groups and leaves them open: each of Gloo's keeps its threads as
+    long as anything refers to it. The last job's model does, in cycles; its rotary embeddings stay, with their group,
+    in the cache of `forward`'s results (rotary_pos_embedding.py, yarn_rotary_pos_embedding.py); and parallel_state.py
+    keeps one group that it does not forget.
     """
+    for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
+        embedding.forward.cache_clear()
+    parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
     gc.collect()
     groups = parallel_state._global_process_group_list or []
     parallel_state.destroy_model_parallel()

@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from maniple.config.schema import TrainConfig
 from maniple.engines.megatron import cpu, parallel
+from maniple.engines.megatron.dry_run import stage_shapes
 from maniple.engines.megatron.dry_run.collectives import Recorder
 
 META = torch.device("meta")
@@ -59,7 +60,7 @@ def stand_in(job: TrainConfig, rank: int, world_size: int) -> Iterator[Recorder]
     try:
         with Recorder(really=False) as recorder:
             parallel.start_groups(job)
-            with META, _NoValues():
+            with META, _NoValues(), stage_shapes.known(job):
                 yield recorder
     finally:
         torch.cuda.current_device = device

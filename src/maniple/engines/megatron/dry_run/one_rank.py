@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 
 from maniple.config.schema import TrainConfig
 from maniple.engines.megatron import model, step
+from maniple.engines.megatron.dry_run.exchange import LayerBytes, even_and_worst
 from maniple.engines.megatron.dry_run.memory import StorageMeter
 from maniple.engines.megatron.dry_run.meta import META, stand_in
 from maniple.engines.megatron.dry_run.program import Program
@@ -29,7 +30,11 @@ from maniple.models.card import ModelCard
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one rank's step takes. Bytes as an allocator that rounds to 512 would count them."""
+    """What one rank's step takes. Bytes as an allocator that rounds to 512 would count them.
+
+    even, worst: what exchange and experts of one MoE layer take of one micro-batch, with the even load that the peak
+    stands for, and if all tokens of all ranks chose this rank's experts; None without expert parallelism.
+    """
 
     rank: int
     world_size: int
@@ -41,6 +46,8 @@ class DryRun:
     peak_bytes: int
     micro_batches_run: int
     micro_batches_a_step: int
+    even: LayerBytes | None
+    worst: LayerBytes | None
     seconds: float
 
     @property
@@ -82,6 +89,10 @@ def trace(job: TrainConfig, card: ModelCard, rank: int, world_size: int) -> DryR
         step.run_schedule(chunks, _batches(job, chunks), _cut(job, run), META, forward_only=False)
         peak = meter.peak
         del moments
+        parallel = job.parallel
+        cut = parallel.context_parallel_size * parallel.tensor_parallel_size  # MoE needs sequence parallelism with TP
+        tokens = job.train.micro_batch_size * job.data.sequence_length // cut
+        even, worst = even_and_worst(chunks, tokens) or (None, None)
         stage = parallel_state.get_pipeline_model_parallel_rank()
     return DryRun(
         rank=rank,
@@ -94,6 +105,8 @@ def trace(job: TrainConfig, card: ModelCard, rank: int, world_size: int) -> DryR
         peak_bytes=peak,
         micro_batches_run=run,
         micro_batches_a_step=a_step,
+        even=even,
+        worst=worst,
         seconds=time.monotonic() - started,
     )
 
@@ -147,13 +160,7 @@ def micro_batches_that_show_all(a_step: int, stages: int, chunks: int) -> int:
 
 def _build(card: ModelCard, job: TrainConfig) -> list:
     # initialisation would draw random numbers, which do not exist here
-    chunks = model.build_chunks(card, job, maniple_static_splits=True, perform_initialization=False)
-    if chunks[0].config.mtp_standalone:
-        raise UserError(
-            "a dry run cannot trace a pipeline_layout with MTP and loss in different stages, whose messages have "
-            "shapes that depend on the stage: put m and L together, e.g. ...|mL"
-        )
-    return chunks
+    return model.build_chunks(card, job, maniple_static_splits=True, perform_initialization=False)
 
 
 def _cut(job: TrainConfig, micro_batches: int) -> TrainConfig:
@@ -207,6 +214,10 @@ def run(job: TrainConfig, card: ModelCard, rank: int, world_size: int, *, as_jso
         ("traced peak", result.peak_bytes),
     ):
         table.add_row(name, f"{size / 2**30:.2f} GiB")
+    for name, layer in (("even load", result.even), ("all tokens here", result.worst)):
+        if layer is not None:
+            said = f"{layer.peak / 2**20:,.1f} MiB, {layer.kept / 2**20:,.1f} kept, {layer.rows:,} rows"
+            table.add_row(f"a layer's exchange and experts, {name}", said)
     table.add_row("micro-batches traced / a step", f"{result.micro_batches_run} / {result.micro_batches_a_step}")
     table.add_row("took", f"{result.seconds:.1f} s")
     Console().print(table)

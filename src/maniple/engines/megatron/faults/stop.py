@@ -1,4 +1,4 @@
-"""Reasons to end a run early at the next step border: SIGTERM, Ctrl-C, and limits of time.
+"""Reasons to end a run early at the next step border: SIGTERM, SIGUSR1, Ctrl-C, and limits of time.
 
 A rank knows its own reason only; `step.py` carries it to the others with the step's figures, so that all stop at one
 step. The first signal asks; a second, some seconds later, ends the process where it is.
@@ -18,7 +18,7 @@ from maniple.config.schema import TrainConfig
 log = logging.getLogger("maniple")
 
 _SAME_SECONDS = 3.0  # a scheduler's signal reaches a worker directly and through its launcher
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # USR1: what Slurm's --signal is asked for by custom
 
 
 class StopRequest:

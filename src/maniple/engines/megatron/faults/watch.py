@@ -76,7 +76,7 @@ class Watch:
                     self._store.set(f"maniple/pulse/{self.rank}", told)
                 except Exception:  # its host is gone, and with it the job, which others will say
                     self._store = None
-            limit = max(self.timeout, _START_SECONDS) if place.phase == pulse.START else self.timeout
+            limit = max(self.timeout, _START_SECONDS) if place.phase in pulse.STARTING else self.timeout
             if now - place.since > limit and not self._ended.is_set():
                 self._end(place)
 
