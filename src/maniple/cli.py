@@ -1,4 +1,4 @@
-"""The command line: `maniple train · models · data prepare · checkpoint inspect, verify · config show`.
+"""The command line: `maniple train · bench · preflight · models · data prepare · checkpoint … · config show`.
 
 Everything heavy is imported inside the command that needs it, so that `maniple --help` answers at once. Exit codes:
 0, 2 for a user's mistake (one line on standard error), 130 for Ctrl-C, and whatever a job's workers ended with.
@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,9 +35,11 @@ app = typer.Typer(
 data_app = typer.Typer(help="Datasets for training.")
 config_app = typer.Typer(help="Job files.")
 checkpoint_app = typer.Typer(help="Checkpoints of runs.")
+bench_app = typer.Typer(help="Speeds of kernels on this machine.")
 app.add_typer(data_app, name="data")
 app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(bench_app, name="bench")
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="job file (YAML)")]
 OptionalConfig = Annotated[Path | None, typer.Argument(metavar="CONFIG", help="job file (YAML); none: the defaults")]
@@ -142,15 +145,15 @@ def train(
     )
     launch.check()
     check(job, card, launch.world_size, gpus_per_node=launch.nproc)
-    _check_fewer_nodes(job, card, launch)
+    launch = replace(launch, fits=_fitting_nodes(job, card, launch))
     from maniple.data.sources import check_files
 
     check_files(job.data)
     return torchrun.run(launch, "maniple", ["train", *(f"--set={text}" for text in sets), "--", str(config)])
 
 
-def _check_fewer_nodes(job: TrainConfig, card: ModelCard, launch: Launch) -> None:
-    """UserError if the job does not fit the least number of nodes that it may go on with, naming those that it fits."""
+def _fitting_nodes(job: TrainConfig, card: ModelCard, launch: Launch) -> frozenset[int]:
+    """The numbers of nodes that the job fits. UserError, naming them, if the least that it may go on with is none."""
     from maniple.config.check import check
 
     fewest, most = launch.node_range
@@ -161,11 +164,15 @@ def _check_fewer_nodes(job: TrainConfig, card: ModelCard, launch: Launch) -> Non
             fits.append(nodes)
         except UserError as error:
             refusals[nodes] = str(error)
+    said = ", ".join(map(str, fits))
     if fewest in refusals:
         raise UserError(
             f"--nnodes {launch.nnodes}: with {fewest} node{'s' if fewest > 1 else ''} {refusals[fewest]}; the job fits "
-            f"{', '.join(map(str, fits))}"
+            f"{said}"
         )
+    if refusals:
+        print(f"maniple: the job fits {said} nodes: left with another number it ends", file=sys.stderr)
+    return frozenset(fits)
 
 
 def _processes(nproc: int | None, device: str) -> int:
@@ -182,6 +189,52 @@ def _processes(nproc: int | None, device: str) -> int:
     if gpus and nproc > gpus:
         raise UserError(f"--nproc {nproc} and {gpus} visible GPUs: lower --nproc, or set train.device=cpu")
     return nproc
+
+
+@bench_app.command("grouped-gemm")
+def grouped_gemm(
+    model: Annotated[str, typer.Option(help="model card whose experts are measured")] = "qwen3-30b-a3b",
+    variant: Annotated[
+        str | None, typer.Option(metavar="full|tiny", help="the model's sizes; default: full on a GPU, tiny on a CPU")
+    ] = None,
+    expert_parallel_size: Annotated[int, typer.Option(help="ranks that the experts are spread over")] = 1,
+    tokens: Annotated[
+        int | None, typer.Option(help="tokens a rank; rows are tokens times top-k; default: 8,192 on a GPU")
+    ] = None,
+    rows: Annotated[
+        int | None, typer.Option(help="rows of a product instead of --tokens; default on a CPU: 256")
+    ] = None,
+    recipe: Annotated[
+        list[str] | None, typer.Option(help="bf16, fp8, fp8_block or mxfp8, may be repeated; default: all")
+    ] = None,
+    kernels: Annotated[
+        str | None, typer.Option(help="one of our implementations, of bf16 if no --recipe; default: all")
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="auto|cpu|gpu", help="what to measure")] = "auto",
+    quick: Annotated[bool, typer.Option("--quick", help="fewer rounds")] = False,
+    seed: Annotated[int, typer.Option(help="of group sizes and operands")] = 0,
+    as_json: AsJson = False,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="write the rows there too, as JSON lines")] = None,
+) -> int:
+    """Measure the expert products of a model beside torch, DeepGEMM and a dense product, in turns in one process."""
+    from maniple.bench import command
+
+    return command.main(
+        command.Options(
+            model=model,
+            variant=variant,
+            tokens=tokens,
+            rows=rows,
+            expert_parallel_size=expert_parallel_size,
+            recipes=recipe or (),
+            kernels=kernels,
+            device=device,
+            quick=quick,
+            seed=seed,
+            as_json=as_json,
+            out=out,
+        )
+    )
 
 
 @app.command()
@@ -239,6 +292,25 @@ def _flat(facts: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+@app.command()
+def preflight(
+    config: OptionalConfig = None, overrides: Overrides = None, set_: Set = None, as_json: AsJson = False
+) -> int:
+    """Say what this machine lacks for training, or for one job: devices, libraries, limits, disk."""
+    from maniple.config.check import resolve_card
+    from maniple.config.load import load
+    from maniple.launch import preflight as machine
+    from maniple.models import counting
+
+    job = load(config, [*(set_ or []), *(overrides or [])]).config
+    if config is None:
+        return machine.run(job.output_dir, as_json=as_json)
+    # weights, and Adam's two moments in fp32; beside bf16 weights their fp32 originals
+    each = 12 if job.precision.dtype == "fp32" else 14
+    size = each * counting.count(resolve_card(job)).total_with_mtp
+    return machine.run(job.run_dir, checkpoint_bytes=size, as_json=as_json)
 
 
 @data_app.command()

@@ -1,0 +1,123 @@
+"""The grouped GEMM benchmark: every op of every recipe on every shape, ours beside its peers, a row for each."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from maniple.bench import ceilings as attained
+from maniple.bench import mlp, quantizing
+from maniple.bench import operands as tensors
+from maniple.bench.contender import Absent, Contender
+from maniple.bench.contest import Contest, hold
+from maniple.bench.operands import BOUNDS, Operands
+from maniple.bench.ours import bf16_baseline, candidates, format_of, ours
+from maniple.bench.peers import peers
+from maniple.bench.rows import Row
+from maniple.bench.shapes import OPS, Shape
+from maniple.errors import UserError
+from maniple.metrics.summary import environment
+
+RECIPES = tuple(BOUNDS)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured. kernels: one of our implementations, None for all that can run. command: for the rows."""
+
+    shapes: Sequence[Shape]
+    recipes: Sequence[str]
+    device: torch.device
+    rounds: int
+    kernels: str | None
+    seed: int
+    command: str
+
+
+def check_recipes(recipes: Sequence[str], device: torch.device, kernels: str | None) -> None:
+    """Raises UserError for a recipe that is none, or that nothing can run here."""
+    for recipe in recipes:
+        if recipe not in RECIPES:
+            raise UserError(f"--recipe {recipe}: there is no such recipe; choose from {', '.join(RECIPES)}")
+        candidates(recipe, device, kernels)
+
+
+def run(plan: Plan, progress: Callable[[str], None]) -> Iterator[list[Row]]:
+    """Yields the rows of one contest after the other; `progress` is told what comes next."""
+    facts = _facts(plan)
+    progress("measuring dense products and copies")
+    ceilings = attained.measure(plan.device, rounds=plan.rounds)
+    fc1: Operands | None = None
+    for shape in plan.shapes:
+        progress(f"{shape.model} {shape.matrix}: filling the operands")
+        operands = tensors.make(shape, plan.device, plan.seed)
+        for contest in _contests(plan, operands, fc1):
+            progress(f"{contest.shape.model} {contest.shape.matrix} {contest.recipe} {contest.op}")
+            yield [row | facts for row in hold(contest, ceilings, plan.device, plan.rounds)]
+        fc1 = operands if shape.matrix == "fc1" else None
+
+
+def _contests(plan: Plan, operands: Operands, fc1: Operands | None) -> Iterator[Contest]:
+    """Of a shape; after a model's fc2, for which `fc1` is kept, those of its whole MLP."""
+    for recipe in plan.recipes:
+        for op in OPS:
+            yield _product(op, recipe, operands, plan.kernels)
+        if recipe != "bf16":
+            yield from quantizing.contests(recipe, operands)
+    if fc1 is not None and operands.shape.matrix == "fc2" and operands.shape.model == fc1.shape.model:
+        experts = mlp.Experts(fc1, operands)
+        for recipe in plan.recipes:
+            yield mlp.contest(recipe, experts, plan.kernels)
+
+
+def _product(op: str, recipe: str, operands: Operands, kernels: str | None) -> Contest:
+    shape = operands.shape
+    try:
+        entrants: list[Contender | Absent] = list(ours(op, recipe, operands, kernels))
+        format = format_of(recipe, operands.device, kernels)
+    except UserError as refusal:
+        format, entrants = "bf16", [Absent("ours", "selected", str(refusal))]
+
+    def error(contender: Contender) -> float | None:
+        if op == "wgrad_accumulate":
+            operands.main_grad_GNK.zero_()
+        result = contender.call()
+        if not contender.checked:
+            return None
+        return (operands.rounded(contender.multiple) if contender.multiple > 1 else operands).error(op, result)
+
+    return Contest(
+        op,
+        recipe,
+        shape,
+        [*entrants, *peers(op, recipe, operands)],
+        shape.flops,
+        shape.bytes_moved(op, "bf16" if format == "bf16" else recipe),
+        format,
+        ("grouped_gemm",) if recipe == "bf16" else ("grouped_gemm", "quantize"),
+        error,
+        BOUNDS[recipe],
+        [] if recipe == "bf16" else bf16_baseline(op, operands),
+    )
+
+
+def _facts(plan: Plan) -> Row:
+    """What every row of a run says of it: where, with what, how and when."""
+    facts = environment(plan.device)
+    facts["versions"] |= {name: _version(name) for name in ("sgl-deep-gemm", "deep-gemm") if _version(name)}
+    return facts | {
+        "seed": plan.seed,
+        "command": plan.command,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,128 @@
+"""A measurement as a record: one flat JSON object a line, a table for people, a table for the guide. No torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from maniple.errors import UserError
+
+Row = dict[str, Any]
+HEADINGS = ("op", "recipe", "implementation", "ms", "TFLOP/s", "GB/s", "of the floor", "over peers", "error", "")
+
+
+def create(path: Path) -> IO[str]:
+    """A new file for rows. Raises UserError if it exists, as raw rows are never written over, or has no folder."""
+    if not path.parent.is_dir():
+        raise UserError(f"--out {path}: there is no folder {path.parent}; make it first")
+    try:
+        return open(path, "x", encoding="utf-8")
+    except FileExistsError:
+        raise UserError(f"--out {path} is there already: name another file, raw rows are never written over") from None
+    except OSError as error:
+        raise UserError(f"--out {path} cannot be written: {error.strerror}") from None
+
+
+def write(file: IO[str], row: Row) -> None:
+    """Adds a row at once, so that a run that is ended keeps what it measured."""
+    file.write(json.dumps(row, allow_nan=False) + "\n")
+    file.flush()
+
+
+def read(path: Path) -> list[Row]:
+    """Rows of a file. Raises UserError for a line that is none."""
+    rows: list[Row] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            raise UserError(f"{path}, line {number}: not a JSON object; give a file that maniple bench wrote")
+        rows.append(row)
+    return rows
+
+
+def shape_key(row: Row) -> tuple[Any, ...]:
+    return row["model"], row["matrix"], row["groups"], row["n"], row["k"], row["rows"]
+
+
+def title(row: Row) -> str:
+    """A shape in words."""
+    size = f"{row['groups']} groups of {row['smallest_group']:,} to {row['largest_group']:,} rows"
+    return f"{row['model']} {row['matrix']}: N {row['n']:,}, K {row['k']:,}, {row['rows']:,} rows in {size}"
+
+
+def machine(row: Row) -> str:
+    """What a run's rows were measured on, and what it attains there."""
+    hardware, versions = row["hardware"], row["versions"]
+    name = hardware["gpus"][0]["name"] if hardware["gpus"] else hardware["cpu"]
+    software = ", ".join(f"{key} {value}" for key, value in versions.items() if value and key != "platform")
+    return f"{name}; copy {row['copy_gb_per_s']:,.0f} GB/s; {software}"
+
+
+def cells(row: Row) -> list[str]:
+    """A row under `HEADINGS`."""
+    name = row["implementation"] + {"ceiling": " (ceiling)", "peer": "", "alternative": " (not selected)"}.get(
+        row["role"], " (ours)"
+    )
+    if row["milliseconds"] is None:
+        return [row["op"], row["recipe"], name, *[""] * 6, f"not run: {row['not_run']}"]
+    remarks = [f"groups of multiples of {row['group_multiple']}"] if row["group_multiple"] > 1 else []
+    remarks += [row["note"]] if row["note"] else []
+    return [
+        row["op"],
+        row["recipe"],
+        name,
+        f"{row['milliseconds']:.3f} ({row['milliseconds_p20']:.3f}–{row['milliseconds_p80']:.3f})",
+        "" if row["tflops"] is None else f"{row['tflops']:,.0f}" if row["tflops"] >= 10 else f"{row['tflops']:.3f}",
+        "" if row["gb_per_s"] is None else f"{row['gb_per_s']:,.0f}",
+        "" if row["floor_share"] is None else f"{row['floor_share']:.0%} ({row['floor_of']})",
+        ", ".join(f"{peer} {ratio:.2f}" for peer, ratio in row["ratios"].items()),
+        "" if row["error"] is None else f"{row['error']:.1e}",
+        "; ".join(remarks),
+    ]
+
+
+def show(rows: Sequence[Row], console: Console | None = None) -> None:
+    """Prints rows of one shape as a table."""
+    console = console or Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False)
+    table = Table(title=title(rows[0]), title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right" if heading in ("ms", "TFLOP/s", "GB/s") else "left")
+    for row in rows:
+        table.add_row(*cells(row))
+    console.print(table)
+    console.print()
+
+
+def by_shape(rows: Iterable[Row]) -> list[list[Row]]:
+    """Rows in the order in which their shapes came."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(shape_key(row), []).append(row)
+    return list(found.values())
+
+
+def markdown(rows: Iterable[Row]) -> str:
+    """The selected and the peers' rows as Markdown tables, one a shape: what the guide shows between its marks."""
+    blocks = []
+    for each in by_shape(rows):
+        lines = [
+            f"**{title(each[0])}**",
+            "",
+            "| op | recipe | implementation | TFLOP/s | GB/s | of the floor | over peers |",
+        ]
+        lines.append("|---|---|---|---|---|---|---|")
+        for row in each:
+            if row["role"] != "alternative":
+                op, recipe, name, _, tflops, gb_per_s, floor, ratios, _, remark = cells(row)
+                lines.append(f"| {op} | {recipe} | {name} | {tflops} | {gb_per_s} | {floor} | {ratios or remark} |")
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
