@@ -23,14 +23,14 @@ def choices(section, name):
 
 @pytest.fixture(scope="module")
 def operations():
-    """Every operation of the layer, all implementations registered."""
+    """Every operation that a layer of a job calls, all implementations registered."""
     names = [module.name for module in pkgutil.iter_modules(kernels.__path__) if module.ispkg]
     for name in names:
         importlib.import_module(f"maniple.kernels.{name}")
     found = {row["op"] for row in registry.describe()}
     assert {"grouped_gemm", "permute", "swiglu"} <= set(names)
     assert found
-    return found
+    return found - {"quantize", "quantized_grouped_gemm"}  # of recipes that jobs do not run yet
 
 
 def can_run(operations, recipe, device, pin):

@@ -1,11 +1,14 @@
 """Job files: precedence by what was set, provenance of each value, and one line for each mistake."""
 
 import re
+import typing
 from pathlib import Path
 
 import pytest
 
 from maniple.config.load import PRESETS, Origin, load, presets
+from maniple.config.reference import keys
+from maniple.config.schema import TrainConfig
 from maniple.errors import UserError
 
 
@@ -26,6 +29,16 @@ def refusal(path=None, overrides=()):
     message = str(caught.value)
     assert "\n" not in message
     return message
+
+
+def test_every_number_has_an_upper_bound():
+    unbounded = [
+        key
+        for key, field in keys(TrainConfig)
+        if {int, float} & {field.annotation, *typing.get_args(field.annotation)}
+        and not any(getattr(limit, name, None) is not None for limit in field.metadata for name in ("le", "lt"))
+    ]
+    assert unbounded == ["recompute.layers", "train.seed"]  # `check` bounds these
 
 
 def test_defaults_alone():
@@ -160,6 +173,17 @@ def test_an_unknown_key_at_any_depth_names_the_nearest(write, key, near):
         ("name=no", "name: expected text (numbers and dates in quotes), got false"),
         ("name=../up", "name: expected letters, digits"),
         ("output_dir=3", "output_dir: expected"),
+        ('output_dir="a\\0b"', "output_dir: 'a\\x00b' holds a control character"),
+        ('data.cache_dir="a\\nb"', "data.cache_dir: 'a\\nb' holds a control character"),
+        (f"data.tokenizer={'t' * 300}", "has a name of more than 240 bytes"),
+        (f"data.train=[1, x/{'t' * 300}]", "has a name of more than 240 bytes"),
+        (f"name={'n' * 201}", "name: "),
+        ("parallel.collective_timeout_seconds=1e300", "parallel.collective_timeout_seconds: expected at most 2592000"),
+        ("data.num_workers=257", "data.num_workers: expected at most 256, got 257"),
+        ("data.sequence_length=16777217", "data.sequence_length: expected at most 16777216"),
+        ("train.eval_batches=100000000000000000000", "train.eval_batches: expected at most"),
+        ("model.vocab_size_multiple=100000000000000000000", "model.vocab_size_multiple: expected at most"),
+        ("optimizer.learning_rate=1e300", "optimizer.learning_rate: expected at most 1000"),
         ("precision.dtype=fp16", "precision.dtype: expected 'bf16' or 'fp32', got 'fp16'"),
         ("data.train=a", "data.train: expected a list, got 'a'"),
         ("data.train=[a, true]", "data.train[1]: expected text"),
@@ -170,6 +194,8 @@ def test_an_unknown_key_at_any_depth_names_the_nearest(write, key, near):
         ("model.overrides.moe=8", "model.overrides.moe: expected a mapping of keys, got 8"),
         ("model.overrides.num_layers=true", "model.overrides.num_layers: expected a whole number, got true"),
         ("model.overrides.moe.topk=two", "model.overrides.moe.topk: expected a whole number, got 'two'"),
+        ("model.overrides.rope.base=.inf", "model.overrides.rope.base: expected a finite number"),
+        ('model.overrides.name="a\\nb"', "model.overrides.name: "),
         ("model.overrides.mla.kv_lora_rank=0", "model.overrides.mla.kv_lora_rank: expected at least 1, got 0"),
         ("train.steps=!!binary aGk=", "train.steps: expected plain data, got b'hi'"),
         ("train.steps", "expected key=value, as in train.steps=100, got 'train.steps'"),

@@ -18,6 +18,9 @@ from maniple.errors import UserError
         (["1e-3", "a", "0.999", "b"], [("a", Fraction(1, 1000)), ("b", Fraction(999, 1000))]),
         (["2", "a.bin"], [("a", Fraction(2))]),
         (["a.idx"], [("a", None)]),
+        (["1_0"], [("1_0", None)]),  # names: Python takes both for numbers
+        (["\uff11\uff10"], [("\uff11\uff10", None)]),
+        ([".5", "a", "1.E+1", "b"], [("a", Fraction(1, 2)), ("b", Fraction(10))]),
     ],
 )
 def test_blend(items, pairs):

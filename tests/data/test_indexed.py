@@ -70,6 +70,11 @@ def test_memory_does_not_grow_with_documents(tmp_path):
     assert np.array_equal(bounds, np.arange(documents + 1))
 
 
+def test_a_name_that_the_system_does_not_take(tmp_path):
+    with pytest.raises(UserError, match="File name too long"):
+        open_indexed(str(tmp_path / ("p" * 300)))
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [

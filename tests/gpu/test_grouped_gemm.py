@@ -10,7 +10,11 @@ from tests.poison import poisoned_memory, relative_error  # noqa: F401 (a fixtur
 
 from maniple.errors import UserError
 from maniple.kernels import registry
-from maniple.kernels.grouped_gemm import grouped_gemm, reference
+from maniple.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu, reference
+from maniple.kernels.grouped_gemm import triton as portable
+from maniple.kernels.permute import sort_by_expert
+from maniple.kernels.swiglu import reference as swiglu_reference
+from maniple.kernels.swiglu import swiglu
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what the oracle's products need to be deterministic
 
@@ -191,6 +195,188 @@ def test_strided_operands(kernels):
     wide[:, 1::2] = x_SK
     out = grouped_gemm(wide[:, 1::2], w_G.transpose(1, 2).contiguous().transpose(1, 2), ends_G, kernels=kernels)
     assert relative_error(out[:53], reference.forward(x_SK, w_G, ends_G)[:53]) < BOUND
+
+
+GPT_OSS = dict(alpha=1.702, limit=7.0, up_offset=1.0)
+
+
+def gathered(tokens, topk, experts, d, seed=0):
+    """x `[T, D]`, its permutation into expert order with some choices dropped, and the arguments that gather by it."""
+    g = torch.Generator("cuda").manual_seed(seed)
+    x_TD = torch.randn(tokens, d, generator=g, device="cuda").bfloat16()
+    ids_TK = torch.randint(-1, experts, (tokens, topk), generator=g, device="cuda")
+    permutation = sort_by_expert(ids_TK, experts)
+    source_S = (permutation.order_S // topk).int()
+    source_S[int(permutation.ends_E[-1]) :] = torch.iinfo(torch.int32).max  # never read
+    return x_TD, permutation.ends_E, dict(source_S=source_S, slots_TK=permutation.position_TK)
+
+
+def compare(function, leaves, grad, used, bound=BOUND):
+    """`function(name of an implementation, leaves)` for Triton against the reference, each gradient apart, twice."""
+    results = {}
+    for name in ("triton", "reference"):
+        inputs = {key: tensor.clone().requires_grad_() for key, tensor in leaves.items()}
+        for _ in range(2):
+            out = function(name, inputs)
+            grads = torch.autograd.grad(out, list(inputs.values()), grad)
+        results[name] = {"out": out[:used].detach()} | {
+            key: value[:used] if value.shape[0] == grad.shape[0] else value
+            for key, value in zip(inputs, grads, strict=True)
+        }
+    for key, wanted in results["reference"].items():
+        got = results["triton"][key]
+        assert got.isfinite().all(), key
+        assert relative_error(got, wanted) <= bound, key
+
+
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize(("n", "k"), [(384, 320), (200, 2880), (136, 768), (66, 71)])
+def test_gathered_rows(layout, n, k):
+    x_TD, ends_G, slots = gathered(150, 4, 6, k)
+    g = torch.Generator("cuda").manual_seed(1)
+    w_G = torch.randn(6, *((n, k) if layout == "nk" else (k, n)), generator=g, device="cuda").bfloat16()
+    grad_SN = torch.randn(600, n, generator=g, device="cuda").bfloat16()
+    used = int(ends_G[-1])
+    grad_SN[used:] = torch.nan
+
+    def function(kernels, leaves):
+        return grouped_gemm(leaves["x"], leaves["w"], ends_G, layout=layout, kernels=kernels, **slots)
+
+    # a token's gradient sums up to four products that were rounded apart
+    compare(function, {"x": x_TD, "w": w_G}, grad_SN, used, bound=1.5 * BOUND)
+
+
+@pytest.mark.parametrize("gate_up", ["stacked", "interleaved"])
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize("gathers", [False, True], ids=["rows", "gathered"])
+@pytest.mark.parametrize(("f", "k"), [(192, 320), (720, 200), (384, 136), (33, 71)])
+def test_the_epilogue_is_swiglu(gate_up, layout, gathers, f, k):
+    """A product that rounds to the neighbouring bf16 moves the activation as far: a wider bound than a product's."""
+    x_TD, ends_G, slots = gathered(150, 4, 6, k)
+    used = int(ends_G[-1])
+    g = torch.Generator("cuda").manual_seed(1)
+    if not gathers:
+        x_TD, slots = torch.randn(600, k, generator=g, device="cuda").bfloat16(), {}
+        x_TD[used:] = torch.nan
+    w_G = torch.randn(6, *((2 * f, k) if layout == "nk" else (k, 2 * f)), generator=g, device="cuda")
+    leaves = {
+        "x": x_TD,
+        "w": (w_G * 3 / k**0.5).bfloat16(),
+        "bias": torch.randn(6, 2 * f, generator=g, device="cuda").bfloat16(),
+        "probs": torch.rand(600, generator=g, device="cuda"),
+    }
+    grad_SF = torch.randn(600, f, generator=g, device="cuda").bfloat16()
+    leaves["probs"][used:] = grad_SF[used:] = torch.nan
+
+    def function(kernels, leaves):
+        return grouped_gemm_swiglu(
+            leaves["x"],
+            leaves["w"],
+            ends_G,
+            bias_G2F=leaves["bias"],
+            probs_S=leaves["probs"],
+            **GPT_OSS,
+            gate_up=gate_up,
+            layout=layout,
+            kernels=kernels,
+            **slots,
+        )
+
+    compare(function, leaves, grad_SF, used, bound=4e-3)
+
+
+@pytest.mark.parametrize("kernels", ["triton", "hopper", "hopper_fused"])
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize("f", [384, 720, 64, 8])
+def test_every_way_to_an_activation(kernels, layout, f):
+    """One kernel ("triton", "hopper_fused"), or a product and then the SwiGLU kernel ("hopper")."""
+    try:
+        registry.select("grouped_gemm_swiglu", "bf16", "cuda", kernels)
+    except UserError as error:
+        pytest.skip(str(error))
+    x_SK, w_G, ends_G, bias_GN, scale_S, _ = case([70, 0, 61, 260], 2 * f, 512, layout=layout)
+    w_G /= 8
+    grad_SF = torch.randn(441, f, device="cuda").bfloat16()
+    grad_SF[391:] = torch.nan
+    results = []
+    for name in (kernels, kernels, "reference"):
+        leaves = [t.clone().requires_grad_() for t in (x_SK, w_G, bias_GN, scale_S)]
+        x, w, bias, probs = leaves
+        arguments = dict(bias_G2F=bias, probs_S=probs, **GPT_OSS, layout=layout, kernels=name)
+        out = grouped_gemm_swiglu(x, w, ends_G, **arguments)
+        grads = torch.autograd.grad(out, leaves, grad_SF)
+        results.append([out[:391].detach(), grads[0][:391], *grads[1:3], grads[3][:391]])
+        with torch.no_grad():  # without keeping the product
+            assert torch.equal(grouped_gemm_swiglu(x, w, ends_G, **arguments)[:391], out[:391])
+    for first, second, wanted in zip(*results, strict=True):
+        assert torch.equal(first, second)
+        assert relative_error(first, wanted) < 4e-3
+    arguments = dict(bias_G2F=bias_GN, probs_S=scale_S, **GPT_OSS, layout=layout, kernels=kernels)
+    assert grouped_gemm_swiglu(x_SK, w_G, ends_G, **arguments)[391:].isnan().all()
+    assert (grouped_gemm_swiglu(x_SK, w_G, ends_G, kernels=kernels, zero_tail=True, **arguments)[391:] == 0).all()
+
+
+@pytest.mark.parametrize("layout", ["stacked", "interleaved"])
+@pytest.mark.parametrize("f", [2048, 720, 37])
+def test_swiglu_alone(layout, f):
+    g = torch.Generator("cuda").manual_seed(0)
+    x, grad = (3 * torch.randn(533, columns, generator=g, device="cuda").bfloat16() for columns in (2 * f, f))
+    probs = torch.rand(533, generator=g, device="cuda")
+    ends_G = torch.tensor([100, 400], device="cuda", dtype=torch.int32)
+    for tensor in (x, grad, probs):
+        tensor[400:] = torch.nan
+    x.requires_grad_(), probs.requires_grad_()
+    wanted = swiglu_reference.forward(x[:400].detach(), probs[:400].detach(), **GPT_OSS, layout=layout)
+    wanted_grads = swiglu_reference.backward(
+        grad[:400], x[:400].detach(), probs[:400].detach(), **GPT_OSS, layout=layout
+    )
+    runs = []
+    for _ in range(2):
+        out = swiglu(x, probs, ends_G=ends_G, **GPT_OSS, layout=layout, kernels="triton")
+        runs.append([out[:400].detach(), *(t[:400] for t in torch.autograd.grad(out, [x, probs], grad))])
+        assert relative_error(runs[-1][0], wanted) < 1e-3  # now and then a last bit of exp rounds the other way
+        assert relative_error(runs[-1][1], wanted_grads[0]) < 1e-3
+        assert relative_error(runs[-1][2], wanted_grads[1]) < 1e-5
+    for first, second in zip(*runs, strict=True):
+        assert torch.equal(first, second)
+
+
+def test_gathered_sums_are_the_oracle_s_bit_for_bit():
+    g = torch.Generator("cuda").manual_seed(0)
+    rows_SD = torch.randn(5000, 2880, generator=g, device="cuda").bfloat16()
+    rows_SD[4000:] = torch.nan
+    slots_TK = torch.randint(-9, 4500, (777, 8), generator=g, device="cuda")
+    ends_G = torch.tensor([9, 4000], device="cuda", dtype=torch.int32)
+    got = portable.gather_sum(rows_SD, slots_TK, ends_G)
+    assert torch.equal(got, reference.gather_sum(rows_SD, slots_TK, ends_G))
+
+
+def test_one_group_with_rows_past_its_end(kernels):
+    x_SK, _, ends_G, _, _, grad_SN = case([77], 256, 128, tail=4000)
+    for _ in range(2):
+        dw = registry.use("grouped_gemm", "bf16", "cuda", kernels).wgrad(x_SK, grad_SN, ends_G)
+        assert relative_error(dw, reference.wgrad(x_SK, grad_SN, ends_G)) < BOUND
+
+
+def test_a_compiled_expert_is_one_graph(kernels):
+    """Forward and backward through Inductor, with gradients added to main_grad: as without a compiler."""
+    x_SK, w_G, ends_G, bias_GN, scale_S, _ = case([70, 0, 61, 260], 768, 512, tail=9)
+    results = []
+    for compiles in (False, True):
+        w13 = torch.nn.Parameter(w_G.clone())
+        w13.main_grad, w13.grad_added_to_main_grad = torch.zeros(w13.shape, device="cuda"), False
+        x = x_SK.clone().requires_grad_()
+
+        def expert(x, w13=w13):
+            arguments = dict(bias_GN=bias_GN, fuse_wgrad_accumulation=True, kernels=kernels)
+            return swiglu(grouped_gemm(x, w13, ends_G, **arguments), scale_S)
+
+        out = (torch.compile(expert, fullgraph=True) if compiles else expert)(x)
+        out[:391].float().square().sum().backward()
+        assert w13.grad_added_to_main_grad
+        results.append((out[:391].detach(), x.grad[:391], w13.main_grad))
+    for eager, compiled in zip(*results, strict=True):
+        assert relative_error(compiled, eager) < 1e-3
 
 
 def test_the_best_that_serves_the_operands_is_taken():

@@ -55,7 +55,7 @@ def _descriptor(value: Descriptor, gluon: bool) -> str:
     block = list(value.block)
     if not gluon:
         return f"tensordesc<{value.element}{block}>"
-    elements = {"bf16": gl.bfloat16, "fp32": gl.float32}
+    elements = {"bf16": gl.bfloat16, "fp32": gl.float32, "fp8e4nv": gl.float8e4nv, "fp8e5": gl.float8e5}
     layout = gl.NVMMASharedLayout.get_default_for(block, elements[value.element])
     return f"tensordesc<{value.element}{block},{layout!r}>"
 

@@ -13,7 +13,15 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("suite", ["interpreted_grouped_gemm.py"])
+@pytest.mark.parametrize(
+    "suite",
+    [
+        "interpreted_grouped_gemm.py",
+        "interpreted_grouped_gemm_swiglu.py",
+        "interpreted_low_precision.py",
+        "interpreted_quantize.py",
+    ],
+)
 def test_suite(suite):
     command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider"]
     run = subprocess.run(

@@ -88,6 +88,7 @@ TWO_RANKS = [
     ((5, 5), SECOND_RANK),
     ((0, 0), None),
     ((1, 6), SECOND_RANK),
+    ((4095, 4096), None),
 ]
 
 

@@ -98,7 +98,7 @@ def _check_precision(config: TrainConfig) -> None:
                 "set precision.dtype=bf16, or precision.recipe=bf16 (no quantization)"
             )
         raise UserError(
-            f"precision.recipe {precision.recipe} has no kernels in this version, bf16 has: set precision.recipe=bf16"
+            f"precision.recipe {precision.recipe} is not wired into training in this version: set precision.recipe=bf16"
         )
 
 

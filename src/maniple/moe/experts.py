@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from maniple.kernels.grouped_gemm import grouped_gemm
-from maniple.kernels.swiglu import swiglu
+from maniple.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 
 if TYPE_CHECKING:
     from maniple.models.card import MoE
@@ -57,15 +56,17 @@ def expert_mlp(
     shared: dict[str, Any] = dict(
         recipe=recipe, kernels=kernels, splits=splits, fuse_wgrad_accumulation=fuse_wgrad_accumulation
     )
-    gate_up_S2F = grouped_gemm(rows_SD, w13_GFD, ends_G, bias_GN=b13_GF, **shared)
-    hidden_SF = swiglu(
-        gate_up_S2F,
-        probs_S,
+    hidden_SF = grouped_gemm_swiglu(
+        rows_SD,
+        w13_GFD,
+        ends_G,
+        bias_G2F=b13_GF,
+        probs_S=probs_S,
         alpha=activation.alpha,
         limit=activation.limit,
         up_offset=activation.up_offset,
-        layout=activation.layout,
-        kernels=kernels,
+        gate_up=activation.layout,
+        **shared,
     )
     scale_S = probs_S if b2_GD is not None else None
     return grouped_gemm(hidden_SF, w2_GDF, ends_G, bias_GN=b2_GD, bias_scale_S=scale_S, **shared)

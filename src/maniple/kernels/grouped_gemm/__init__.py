@@ -1,7 +1,9 @@
-"""Grouped GEMM: one matrix an expert, rows sorted by expert. `grouped_gemm` is the public, differentiable function.
+"""Grouped GEMM: one matrix an expert, rows sorted by expert. The public functions are differentiable.
 
-An implementation is an object with the functions of `reference.py`: `forward`, `dgrad`, `wgrad`, `bias_grad`. One that
-does not serve all operands says so with `refusal(x, w, layout)`.
+`grouped_gemm` multiplies; `grouped_gemm_swiglu` is an expert's first layer with its activation. An implementation is an
+object with the functions of `reference.py`; one that does not serve all operands says so with
+`refusal(x, w, layout, gathers)`, for SwiGLU with `gate_up` after them. `ops.py` has the operators that PyTorch knows by
+name.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ from typing import Literal
 
 import torch
 
-from maniple.kernels import registry
-from maniple.kernels.grouped_gemm import reference
+from maniple.kernels import custom_ops, registry
+from maniple.kernels.grouped_gemm import low_precision, ops, reference
+from maniple.kernels.quantize import QuantizedWeight
 
-__all__ = ["grouped_gemm"]
+__all__ = ["grouped_gemm", "grouped_gemm_swiglu"]
 
 
 def _no_triton() -> str | None:
@@ -32,17 +35,28 @@ def _no_hopper() -> str | None:
 
 _triton = registry.LazyModule("maniple.kernels.grouped_gemm.triton")
 _hopper = registry.LazyModule("maniple.kernels.grouped_gemm.hopper")
-registry.register("grouped_gemm", "reference", {"bf16"}, registry.ANY_DEVICE, reference)
-registry.register("grouped_gemm", "triton", {"bf16"}, {"cuda"}, _triton, preference=1, reason_unavailable=_no_triton)
+for _op in ("grouped_gemm", "grouped_gemm_swiglu"):
+    registry.register(_op, "reference", {"bf16"}, registry.ANY_DEVICE, reference)
+    registry.register(_op, "triton", {"bf16"}, {"cuda"}, _triton, preference=1, reason_unavailable=_no_triton)
+    registry.register(
+        _op,
+        "hopper",
+        {"bf16"},
+        {"cuda"},
+        _hopper,
+        preference=2,
+        reason_unavailable=_no_hopper,
+        refuses=lambda *operands: _hopper.refusal(*operands),
+    )
+_hopper_swiglu = registry.LazyModule("maniple.kernels.grouped_gemm.hopper_swiglu")
 registry.register(
-    "grouped_gemm",
-    "hopper",
+    "grouped_gemm_swiglu",
+    "hopper_fused",
     {"bf16"},
     {"cuda"},
-    _hopper,
-    preference=2,
+    _hopper_swiglu,
     reason_unavailable=_no_hopper,
-    refuses=lambda *operands: _hopper.refusal(*operands),
+    refuses=lambda *operands: _hopper_swiglu.refusal(*operands),
 )
 
 
@@ -53,10 +67,13 @@ def grouped_gemm(
     *,
     bias_GN: torch.Tensor | None = None,
     bias_scale_S: torch.Tensor | None = None,
+    source_S: torch.Tensor | None = None,
+    slots_TK: torch.Tensor | None = None,
     layout: Literal["nk", "kn"] = "nk",
     zero_tail: bool = False,
     fuse_wgrad_accumulation: bool = False,
     recipe: str = "bf16",
+    weight_cache: QuantizedWeight | None = None,
     kernels: str | None = None,
     splits: list[int] | None = None,
 ) -> torch.Tensor:
@@ -67,61 +84,101 @@ def grouped_gemm(
     read and of the result are undefined, or zero with `zero_tail`; in backward the same holds for the gradients of
     `out` and of x.
 
+    source_S: int32 or int64 `[S]`; x is then `[T, K]` and `x[source[s]]` is meant where `x[s]` stands above (zeros
+    where the source is none of T), so that rows need no copy in expert order. The gradient of x sums a token's rows in
+    fp32 in the order of slots_TK, integers `[T, C]`: the slots that a token was gathered to (negative, or past the
+    groups: none). A `Permutation` of `maniple.kernels.permute` has both: `order_S // K` and `position_TK`.
+
     fuse_wgrad_accumulation: backward adds the weight's gradient to `w_G.main_grad` (fp32, w's shape) in place, sets
-    `w_G.grad_added_to_main_grad = True` and returns a gradient of undefined values, as Megatron-Core's DDP expects.
+    `w_G.grad_added_to_main_grad = True` (in a compiled graph forward does) and returns a gradient of undefined values,
+    as Megatron-Core's DDP expects.
+    recipe: "bf16" multiplies x as it is. "fp8", "fp8_block" and "mxfp8" quantize x, w and the result's gradient first,
+    with what weight_cache keeps of w between optimizer steps; `low_precision.quantized_grouped_gemm` has their other
+    options, and they gather no rows.
     kernels: an implementation's name, or None or "auto" for the best that serves these operands. splits: the sizes of
     the groups where the host knows them. Raises UserError if no implementation serves the recipe, ValueError for
-    shapes that do not agree.
+    shapes that do not agree, or for `source_S` without `slots_TK` where x needs a gradient.
     """
-    _check(x_SK, w_G, ends_G, bias_GN, bias_scale_S, layout)
-    if fuse_wgrad_accumulation and getattr(w_G, "main_grad", None) is None:
-        raise ValueError("fuse_wgrad_accumulation needs a weight with a main_grad")
-    operands = x_SK.detach(), w_G.detach(), layout
-    implementation = registry.use("grouped_gemm", recipe, x_SK.device.type, kernels, operands)
-    return _GroupedGemm.apply(
-        x_SK, w_G, ends_G, bias_GN, bias_scale_S, implementation, layout, zero_tail, fuse_wgrad_accumulation, splits
-    )
-
-
-class _GroupedGemm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_SK, w_G, ends_G, bias_GN, bias_scale_S, implementation, layout, zero_tail, fuse, splits):
-        ctx.save_for_backward(x_SK, w_G, ends_G, bias_GN, bias_scale_S)
-        ctx.settings = implementation, layout, zero_tail, fuse, splits
-        return implementation.forward(
+    if recipe != "bf16":
+        if source_S is not None:
+            raise ValueError(f"recipe {recipe} takes rows in expert order: permute them first, or use recipe bf16")
+        return low_precision.quantized_grouped_gemm(
             x_SK,
             w_G,
             ends_G,
+            recipe=recipe,
+            layout=layout,
             bias_GN=bias_GN,
             bias_scale_S=bias_scale_S,
-            layout=layout,
             zero_tail=zero_tail,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            weight_cache=weight_cache,
+            kernels=kernels,
             splits=splits,
         )
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_SN):
-        x_SK, w_G, ends_G, bias_GN, bias_scale_S = ctx.saved_tensors
-        implementation, layout, zero_tail, fuse, splits = ctx.settings
-        needs_x, needs_w, _, needs_bias, needs_scale = ctx.needs_input_grad[:5]
-        grad_x_SK = grad_w_G = grad_bias_GN = grad_scale_S = None
-        if needs_x:
-            grad_x_SK = implementation.dgrad(grad_SN, w_G, ends_G, layout=layout, zero_tail=zero_tail, splits=splits)
-        if needs_w and fuse:
-            implementation.wgrad(
-                x_SK, grad_SN, ends_G, layout=layout, out=w_G.main_grad, accumulate=True, splits=splits
-            )
-            w_G.grad_added_to_main_grad = True
-            grad_w_G = torch.empty_like(w_G)
-        elif needs_w:
-            grad_w_G = implementation.wgrad(x_SK, grad_SN, ends_G, layout=layout, splits=splits)
-        if needs_bias or needs_scale:
-            grad_bias_GN, grad_scale_S = implementation.bias_grad(grad_SN, ends_G, bias_GN, bias_scale_S, splits=splits)
-        return grad_x_SK, grad_w_G, None, grad_bias_GN, grad_scale_S, None, None, None, None, None
+    if weight_cache is not None:
+        raise ValueError("recipe bf16 quantizes nothing: leave weight_cache out, or name another recipe")
+    n = _check(x_SK, w_G, ends_G, source_S, slots_TK, layout)
+    slots = (x_SK if source_S is None else source_S).shape[0]
+    if bias_GN is not None and bias_GN.shape != (w_G.shape[0], n):
+        raise ValueError(f"bias needs shape [{w_G.shape[0]}, {n}], not {list(bias_GN.shape)}")
+    if bias_scale_S is not None and (bias_GN is None or bias_scale_S.shape != (slots,)):
+        raise ValueError("bias_scale needs a bias and shape [S]")
+    main_grad_G = _main_grad(w_G, fuse_wgrad_accumulation)
+    call = torch.ops.maniple.grouped_gemm if custom_ops.named(x_SK) else ops.GroupedGemm.apply
+    settings = layout, zero_tail, recipe, kernels, splits
+    return call(x_SK, w_G, ends_G, bias_GN, bias_scale_S, source_S, slots_TK, main_grad_G, *settings)
 
 
-def _check(x_SK, w_G, ends_G, bias_GN, bias_scale_S, layout) -> None:
+def grouped_gemm_swiglu(
+    x_SK: torch.Tensor,
+    w13_G: torch.Tensor,
+    ends_G: torch.Tensor,
+    *,
+    bias_G2F: torch.Tensor | None = None,
+    probs_S: torch.Tensor | None = None,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+    gate_up: Literal["stacked", "interleaved"] = "stacked",
+    source_S: torch.Tensor | None = None,
+    slots_TK: torch.Tensor | None = None,
+    layout: Literal["nk", "kn"] = "nk",
+    zero_tail: bool = False,
+    fuse_wgrad_accumulation: bool = False,
+    recipe: str = "bf16",
+    kernels: str | None = None,
+    splits: list[int] | None = None,
+) -> torch.Tensor:
+    """`swiglu(grouped_gemm(x, w13, bias), probs)` as one operation; `[S, F]` in x's dtype, its tail as grouped_gemm's.
+
+    w13_G: `[G, 2F, K]` or, with layout "kn", `[G, K, 2F]`; bias_G2F: `[G, 2F]`. gate_up says how gate and up share 2F:
+    gate first ("stacked") or alternating. probs_S: `[S]`, the routing weight, multiplies the activation; alpha, limit
+    and up_offset are those of `maniple.kernels.swiglu`. The product is rounded to x's dtype before the activation, and
+    kept so for backward (`[S, 2F]`) where a gradient is needed. Other arguments and errors: see `grouped_gemm`.
+
+    kernels: "triton" and "hopper_fused" compute it in one kernel, "hopper" with its product and then the SwiGLU kernel;
+    backward is one SwiGLU kernel and the product's gradients.
+    """
+    n = _check(x_SK, w13_G, ends_G, source_S, slots_TK, layout)
+    slots = (x_SK if source_S is None else source_S).shape[0]
+    if n % 2 or gate_up not in ("stacked", "interleaved"):
+        raise ValueError(f"w13 needs 2F gate and up columns, stacked or interleaved, not {n}, {gate_up!r}")
+    if bias_G2F is not None and bias_G2F.shape != (w13_G.shape[0], n):
+        raise ValueError(f"bias needs shape [{w13_G.shape[0]}, {n}], not {list(bias_G2F.shape)}")
+    if probs_S is not None and probs_S.shape != (slots,):
+        raise ValueError(f"probs needs shape [{slots}], not {list(probs_S.shape)}")
+    main_grad_G = _main_grad(w13_G, fuse_wgrad_accumulation)
+    leaves = (x_SK, w13_G, bias_G2F, probs_S)
+    keep = torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves)
+    call = torch.ops.maniple.grouped_gemm_swiglu if custom_ops.named(x_SK) else ops.GroupedGemmSwiGLU.apply
+    activation = float(alpha), None if limit is None else float(limit), float(up_offset), gate_up
+    settings = *activation, layout, keep, zero_tail, recipe, kernels, splits
+    return call(x_SK, w13_G, ends_G, bias_G2F, probs_S, source_S, slots_TK, main_grad_G, *settings)[0]
+
+
+def _check(x_SK, w_G, ends_G, source_S, slots_TK, layout) -> int:
+    """N, or ValueError for what does not fit."""
     if layout not in ("nk", "kn"):
         raise ValueError(f"layout is nk or kn, not {layout!r}")
     if x_SK.dim() != 2 or w_G.dim() != 3 or ends_G.shape != w_G.shape[:1] or ends_G.dtype != torch.int32:
@@ -132,7 +189,26 @@ def _check(x_SK, w_G, ends_G, bias_GN, bias_scale_S, layout) -> None:
     k, n = (w_G.shape[2], w_G.shape[1]) if layout == "nk" else (w_G.shape[1], w_G.shape[2])
     if x_SK.shape[1] != k or x_SK.dtype != w_G.dtype:
         raise ValueError(f"x [S, {x_SK.shape[1]}] {x_SK.dtype} does not fit w with K = {k} {w_G.dtype}")
-    if bias_GN is not None and bias_GN.shape != (w_G.shape[0], n):
-        raise ValueError(f"bias needs shape [{w_G.shape[0]}, {n}], not {list(bias_GN.shape)}")
-    if bias_scale_S is not None and (bias_GN is None or bias_scale_S.shape != x_SK.shape[:1]):
-        raise ValueError("bias_scale needs a bias and shape [S]")
+    integers = torch.int32, torch.int64
+    if source_S is None:
+        if slots_TK is not None:
+            raise ValueError("slots are of gathered rows: pass source too")
+    elif source_S.dim() != 1 or source_S.dtype not in integers:
+        raise ValueError(f"source needs integers [S], not {source_S.dtype} {list(source_S.shape)}")
+    elif slots_TK is None:
+        if x_SK.requires_grad and torch.is_grad_enabled():
+            raise ValueError("the gradient of gathered rows needs slots [T, C]: where each token went")
+    elif slots_TK.dim() != 2 or slots_TK.shape[0] != x_SK.shape[0] or slots_TK.dtype not in integers:
+        raise ValueError(f"slots needs integers [{x_SK.shape[0]}, C], not {slots_TK.dtype} {list(slots_TK.shape)}")
+    return n
+
+
+def _main_grad(w_G: torch.Tensor, fuse: bool) -> torch.Tensor | None:
+    if not fuse:
+        return None
+    main_grad_G = getattr(w_G, "main_grad", None)
+    if main_grad_G is None:
+        raise ValueError("fuse_wgrad_accumulation needs a weight with a main_grad")
+    if torch.compiler.is_compiling() and w_G.requires_grad:
+        w_G.grad_added_to_main_grad = True  # a compiled backward is a graph, and sets no attributes
+    return main_grad_G

@@ -21,8 +21,10 @@ from maniple.kernels.grouped_gemm import launch
 from maniple.kernels.grouped_gemm import triton as portable
 from maniple.kernels.grouped_gemm.hopper_kernels import rows_kernel, wgrad_kernel
 from maniple.kernels.grouped_gemm.launch import Tile
+from maniple.kernels.swiglu import triton as swiglu
 
 bias_grad = portable.bias_grad
+gather_sum = portable.gather_sum
 _LOADER_REGISTERS, _CONSUMER_REGISTERS = 40, 232  # of 504 that one warp of each role may share
 
 
@@ -33,11 +35,13 @@ def forward(
     *,
     bias_GN: torch.Tensor | None = None,
     bias_scale_S: torch.Tensor | None = None,
+    source_S: torch.Tensor | None = None,
     layout: str = "nk",
     zero_tail: bool = False,
     splits: list[int] | None = None,
 ) -> torch.Tensor:
     """As the reference's. Raises ValueError for operands that `refusal` names."""
+    _gathers_nothing(source_S)
     rows, k = x_SK.shape
     groups, n = w_G.shape[0], w_G.shape[1 if layout == "nk" else 2]
     out_SN = x_SK.new_empty(rows, n)
@@ -45,9 +49,9 @@ def forward(
     tile = launch.rows_tile("hopper", 2, n)
     block = [1, tile.columns, tile.depth] if layout == "nk" else [1, tile.depth, tile.columns]
     rows_kernel[(portable.programs(x_SK),)](
-        _descriptor(x_SK, [tile.rows // 2, tile.depth]),
-        _descriptor(w_G, block),
-        _descriptor(out_SN, [tile.rows // 2, tile.columns]),
+        descriptor(x_SK, [tile.rows // 2, tile.depth]),
+        descriptor(w_G, block),
+        descriptor(out_SN, [tile.rows // 2, tile.columns]),
         out_SN,
         ends_G,
         None if bias_GN is None else bias_GN.contiguous(),
@@ -59,11 +63,36 @@ def forward(
         NK=layout == "nk",
         BIAS=bias_GN is not None,
         SCALE=bias_scale_S is not None,
-        **_constants(tile),
+        **constants(tile),
     )
     if zero_tail:
         portable.fill_tail(out_SN, ends_G)
     return out_SN
+
+
+def forward_swiglu(
+    x_SK: torch.Tensor,
+    w_G: torch.Tensor,
+    ends_G: torch.Tensor,
+    *,
+    bias_G2F: torch.Tensor | None = None,
+    probs_S: torch.Tensor | None = None,
+    source_S: torch.Tensor | None = None,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+    gate_up: str = "stacked",
+    layout: str = "nk",
+    keep: bool = True,
+    zero_tail: bool = False,
+    splits: list[int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the reference's: this file's product, then the portable SwiGLU kernel."""
+    x_S2F = forward(x_SK, w_G, ends_G, bias_GN=bias_G2F, source_S=source_S, layout=layout)
+    act_SF = swiglu.forward(x_S2F, probs_S, ends_G, alpha=alpha, limit=limit, up_offset=up_offset, layout=gate_up)
+    if zero_tail:
+        portable.fill_tail(act_SF, ends_G)
+    return act_SF, x_S2F if keep else x_S2F[:0]
 
 
 def dgrad(
@@ -84,12 +113,14 @@ def wgrad(
     grad_SN: torch.Tensor,
     ends_G: torch.Tensor,
     *,
+    source_S: torch.Tensor | None = None,
     layout: str = "nk",
     out: torch.Tensor | None = None,
     accumulate: bool = False,
     splits: list[int] | None = None,
 ) -> torch.Tensor:
     """As the reference's. An `out` other than contiguous bf16, or fp32 with `accumulate`, is the portable kernel's."""
+    _gathers_nothing(source_S)
     if out is not None and (not out.is_contiguous() or out.dtype != (torch.float32 if accumulate else torch.bfloat16)):
         return portable.wgrad(x_SK, grad_SN, ends_G, layout=layout, out=out, accumulate=accumulate)
     grad_SN = _loadable(grad_SN)
@@ -100,28 +131,43 @@ def wgrad(
     # gradients that are added go past shared memory: the descriptor is a small stand-in
     staged = out if not accumulate else x_SK.new_empty(1, 8, 64)
     wgrad_kernel[(portable.programs(x_SK),)](
-        _descriptor(a_SA, [tile.depth, tile.rows // 2]),
-        _descriptor(b_SB, [tile.depth, tile.columns]),
-        _descriptor(staged, [1, 8, 64] if accumulate else [1, tile.rows // 2, tile.columns]),
+        descriptor(a_SA, [tile.depth, tile.rows // 2]),
+        descriptor(b_SB, [tile.depth, tile.columns]),
+        descriptor(staged, [1, 8, 64] if accumulate else [1, tile.rows // 2, tile.columns]),
         out,
         ends_G,
         a_SA.shape[1],
         b_SB.shape[1],
         GROUPS=len(ends_G),
         ACCUMULATE=accumulate,
-        **_constants(tile),
+        **constants(tile),
     )
     return out
 
 
-def refusal(x_SK: torch.Tensor, w_G: torch.Tensor, layout: str) -> str | None:
-    """Why forward and both gradients of these operands cannot run here; None if they can."""
-    if x_SK.dtype != torch.bfloat16:
-        return f"computes bf16, not {str(x_SK.dtype).removeprefix('torch.')}"
-    n = w_G.shape[1 if layout == "nk" else 2]
-    if n % 8:
-        return f"needs N a multiple of 8, and it is {n}"
-    return portable.no_descriptor("x", x_SK) or portable.no_descriptor("w", w_G)
+def refusal(
+    x_SK: torch.Tensor | None, w_G: torch.Tensor | None, layout: str, gathers: bool = False, gate_up: str = "stacked"
+) -> str | None:
+    """Why rows times weights, or a weight gradient, cannot run here; None if it can.
+
+    None for x: a gradient that is copied where it must be; None for w: a weight gradient. gate_up may be either.
+    """
+    if gathers:
+        return "gathers no rows"
+    for name, tensor in (("x", x_SK), ("w", w_G)):
+        if tensor is None:
+            continue
+        if tensor.dtype != torch.bfloat16:
+            return f"computes bf16, not {str(tensor.dtype).removeprefix('torch.')}"
+        if (reason := portable.no_descriptor(name, tensor)) is not None:
+            return reason
+    n = 8 if w_G is None else w_G.shape[1 if layout == "nk" else 2]
+    return f"needs N a multiple of 8, and it is {n}" if n % 8 else None
+
+
+def _gathers_nothing(source_S: torch.Tensor | None) -> None:
+    if source_S is not None:
+        raise ValueError("Hopper's grouped GEMM gathers no rows: pass them in order")
 
 
 def _loadable(tensor: torch.Tensor) -> torch.Tensor:
@@ -136,11 +182,13 @@ def _check(operands: dict[str, torch.Tensor]) -> None:
             raise ValueError(reason)
 
 
-def _descriptor(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
+def descriptor(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    """What the copy engine loads and stores this tensor by, in blocks, swizzled as the matrix instructions want it."""
     return TensorDescriptor.from_tensor(tensor, block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16))
 
 
-def _constants(tile: Tile) -> dict[str, int]:
+def constants(tile: Tile) -> dict[str, int]:
+    """A tile as the kernels' constants."""
     return {
         "ROWS": tile.rows,
         "COLUMNS": tile.columns,

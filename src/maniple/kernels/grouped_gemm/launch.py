@@ -6,7 +6,9 @@ Sizes: S rows, G groups; a rows kernel computes `[S, N]` from K; a weight-gradie
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from maniple.kernels.swiglu.launch import Block
 
 ALIGNMENT = 16  # bytes: of a tensor's address and of every stride but the last, for loads through a descriptor
 
@@ -51,6 +53,20 @@ def wgrad_tile(target: str, itemsize: int, columns: int, *, accumulates: bool = 
     return tile
 
 
+def swiglu_tile(target: str, itemsize: int, columns: int, *, interleaved: bool = False) -> Tile:
+    """Tile of `[S, F]` where gate and up are two products of the same rows: half as many columns as `rows_tile`.
+
+    On NVIDIA a quarter where they are interleaved: to weave them takes as many registers again.
+    """
+    tile = rows_tile(target, itemsize, 2 * columns)
+    return replace(tile, columns=tile.columns // (4 if interleaved and target == "nvidia" and itemsize == 2 else 2))
+
+
+def gather_block(target: str) -> Block:
+    """Tokens and columns of one program that sums gathered rows: a first choice, not measured."""
+    return Block(4, 16, 1) if target == "interpreter" else Block(4, 512, 4)
+
+
 def no_descriptor(name: str, shape: Sequence[int], strides: Sequence[int], itemsize: int, address: int) -> str | None:
     """Why a tensor cannot be loaded through a descriptor (the bulk copy engine), or None if it can."""
     if not all(shape):
@@ -60,3 +76,45 @@ def no_descriptor(name: str, shape: Sequence[int], strides: Sequence[int], items
     if address % ALIGNMENT or any(stride * itemsize % ALIGNMENT for stride in strides[:-1]):
         return f"{name} needs rows that start at multiples of {ALIGNMENT} bytes ({ALIGNMENT // itemsize} elements)"
     return None
+
+
+def low_precision_tile(target: str, recipe: str, *, wgrad: bool = False) -> Tile:
+    """Tile of the portable float8 kernels; targets as `rows_tile`'s. Chosen to compile without spills; not yet timed.
+
+    "fp8_block" needs a depth of 128 and columns that divide 128, "mxfp8" a depth that 32 divides.
+    """
+    if target == "interpreter":
+        return Tile(32, 64, 128, 1, 1, 2)
+    if wgrad and recipe == "fp8_block":  # two vectors of scales, beside the part of the sum that they are for
+        return Tile(128, 64, 128, 2 if target == "amd" else 4, 8, 8)
+    if target == "amd":
+        return Tile(128, 128, 128, 2, 8, 8)
+    if recipe == "mxfp8":
+        return Tile(128, 128, 128, 3, 8, 8) if wgrad else Tile(128, 256, 128, 3, 8, 8)
+    return Tile(128, 128, 128, 4, 8, 8)
+
+
+# Hopper's float8 kernels: two warpgroups, 64 rows each. A tile of 256 columns reads a quarter less from the L2 cache
+# for its work than one of 128; its sums fill the registers, so that a bias finds room in the narrow one only. The first
+# of each is in use, until they have been timed.
+HOPPER_FP8_TILES = (
+    Tile(128, 128, 128, 5, 4, 16),
+    Tile(128, 256, 128, 3, 4, 16),
+    Tile(128, 256, 128, 4, 4, 8),
+)
+HOPPER_FP8_WGRAD_TILES = (Tile(128, 128, 128, 5, 4, 8), Tile(128, 256, 128, 3, 4, 8))
+
+
+def hopper_fp8_tile(columns: int, *, bias: bool) -> Tile:
+    """Tile of `[S, N]`, of N columns, for Hopper's float8 kernel."""
+    return HOPPER_FP8_TILES[0]
+
+
+def hopper_fp8_buffers(tile: Tile) -> int:
+    """Results of 64 x 128 that a warpgroup has room to write while it goes on: as many as shared memory leaves."""
+    return 2 if tile.columns == 256 and tile.stages < 4 else 1
+
+
+def hopper_fp8_wgrad_tile(columns: int) -> Tile:
+    """Tile of a group's `[A, B]`, of B columns, for Hopper's float8 kernel; its depth counts rows."""
+    return HOPPER_FP8_WGRAD_TILES[0]

@@ -1,7 +1,6 @@
 """Oracle of grouped GEMM: a loop over groups in fp32, rounded once to the result's dtype.
 
-The loop needs the groups' sizes on the host. Without `splits` it reads `ends_G` there, which waits for the device;
-under fake and meta tensors, where there are no values to read, the groups are taken as equally full.
+The loop needs the groups' sizes on the host. Without `splits` it reads `ends_G` there, which waits for the device.
 """
 
 from __future__ import annotations
@@ -9,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch._subclasses.fake_tensor import is_fake
+
+from maniple.kernels.swiglu import reference as swiglu_reference
 
 
 def forward(
@@ -19,17 +19,19 @@ def forward(
     *,
     bias_GN: torch.Tensor | None = None,
     bias_scale_S: torch.Tensor | None = None,
+    source_S: torch.Tensor | None = None,
     layout: str = "nk",
     zero_tail: bool = False,
     splits: list[int] | None = None,
 ) -> torch.Tensor:
     """`out[s] = x[s] @ w[g]ᵀ + bias_scale[s] * bias[g]`; `[S, N]` in x's dtype. Arguments: see `grouped_gemm`."""
     n = w_G.shape[1] if layout == "nk" else w_G.shape[2]
-    out_SN = x_SK.new_empty(x_SK.shape[0], n)
+    slots = x_SK.shape[0] if source_S is None else source_S.shape[0]
+    out_SN = x_SK.new_empty(slots, n)
     end = 0
-    for g, start, end in _groups(ends_G, x_SK.shape[0], splits):
+    for g, start, end in _groups(ends_G, slots, splits):
         w_KN = w_G[g].float().t() if layout == "nk" else w_G[g].float()
-        rows_N = x_SK[start:end].float() @ w_KN
+        rows_N = _rows(x_SK, source_S, start, end) @ w_KN
         if bias_GN is not None:
             bias_N = bias_GN[g].float()
             rows_N += bias_N if bias_scale_S is None else bias_scale_S[start:end, None].float() * bias_N
@@ -37,6 +39,34 @@ def forward(
     if zero_tail:
         out_SN[end:] = 0
     return out_SN
+
+
+def forward_swiglu(
+    x_SK: torch.Tensor,
+    w_G: torch.Tensor,
+    ends_G: torch.Tensor,
+    *,
+    bias_G2F: torch.Tensor | None = None,
+    probs_S: torch.Tensor | None = None,
+    source_S: torch.Tensor | None = None,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+    gate_up: str = "stacked",
+    layout: str = "nk",
+    keep: bool = True,
+    zero_tail: bool = False,
+    splits: list[int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`act [S, F]` = SwiGLU of `gate_up [S, 2F]` = `forward(...)` as rounded to x's dtype; both are returned.
+
+    keep: whether gate_up is needed; without, `[0, 2F]` stands for it. Other arguments: see `grouped_gemm_swiglu`.
+    """
+    x_S2F = forward(x_SK, w_G, ends_G, bias_GN=bias_G2F, source_S=source_S, layout=layout, splits=splits)
+    act_SF = swiglu_reference.forward(x_S2F, probs_S, alpha=alpha, limit=limit, up_offset=up_offset, layout=gate_up)
+    if zero_tail:
+        act_SF[ends_G[-1] if splits is None else sum(splits) :] = 0  # the tail's probs may be NaN
+    return act_SF, x_S2F if keep else x_S2F[:0]
 
 
 def dgrad(
@@ -48,9 +78,25 @@ def dgrad(
     zero_tail: bool = False,
     splits: list[int] | None = None,
 ) -> torch.Tensor:
-    """Gradient of x: `grad[s] @ w[g]`; `[S, K]` in grad's dtype. Tail as in `forward`."""
+    """Gradient of the rows that were multiplied: `grad[s] @ w[g]`; `[S, K]` in grad's dtype. Tail as in `forward`."""
     other = "kn" if layout == "nk" else "nk"
     return forward(grad_SN, w_G, ends_G, layout=other, zero_tail=zero_tail, splits=splits)
+
+
+def gather_sum(rows_SD: torch.Tensor, slots_TK: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
+    """`out[t]` = sum of the rows `slots[t, 0], slots[t, 1], …` in that order; `[T, D]`, fp32 inside, rounded once.
+
+    A slot that is negative, or at or past `ends_G[-1]`, adds nothing. With `slots` the inverse of a gather's sources
+    this is the gather's gradient.
+    """
+    rows, d = rows_SD.shape
+    out_TD = rows_SD.new_zeros((slots_TK.shape[0], d), dtype=torch.promote_types(rows_SD.dtype, torch.float32))
+    if rows:
+        used_TK = (slots_TK >= 0) & (slots_TK < ends_G[-1])
+        slots_TK = slots_TK.clamp(0, rows - 1)
+        for k in range(slots_TK.shape[1]):
+            out_TD += torch.where(used_TK[:, k, None], rows_SD[slots_TK[:, k]], 0)
+    return out_TD.to(rows_SD.dtype)
 
 
 def wgrad(
@@ -58,6 +104,7 @@ def wgrad(
     grad_SN: torch.Tensor,
     ends_G: torch.Tensor,
     *,
+    source_S: torch.Tensor | None = None,
     layout: str = "nk",
     out: torch.Tensor | None = None,
     accumulate: bool = False,
@@ -65,8 +112,9 @@ def wgrad(
 ) -> torch.Tensor:
     """Gradient of w: `grad[rows of g]ᵀ @ x[rows of g]` in w's layout, exactly zero for an empty group.
 
-    Written to `out` (any dtype) or to a new tensor of x's dtype. `accumulate` adds to `out`, once, instead; then an
-    empty group leaves its part of `out` as it was. Raises ValueError for `accumulate` without `out`.
+    With `source_S` row s of x is `x[source[s]]`, as in `forward`. Written to `out` (any dtype) or to a new tensor of
+    x's dtype. `accumulate` adds to `out`, once, instead; then an empty group leaves its part of `out` as it was.
+    Raises ValueError for `accumulate` without `out`.
     """
     if accumulate and out is None:
         raise ValueError("wgrad accumulates into out: pass it")
@@ -76,12 +124,12 @@ def wgrad(
         out = x_SK.new_empty(shape)
     elif out.shape != shape:
         raise ValueError(f"wgrad needs out of shape {list(shape)}, not {list(out.shape)}")
-    for g, start, end in _groups(ends_G, x_SK.shape[0], splits):
+    for g, start, end in _groups(ends_G, grad_SN.shape[0], splits):
         if start == end:
             if not accumulate:
                 out[g] = 0
             continue
-        x_RK, grad_RN = x_SK[start:end].float(), grad_SN[start:end].float()
+        x_RK, grad_RN = _rows(x_SK, source_S, start, end), grad_SN[start:end].float()
         product = grad_RN.t() @ x_RK if layout == "nk" else x_RK.t() @ grad_RN
         if accumulate:
             out[g] += product
@@ -111,13 +159,22 @@ def bias_grad(
     return grad_bias_GN, grad_scale_S
 
 
+def _rows(x_SK: torch.Tensor, source_S: torch.Tensor | None, start: int, end: int) -> torch.Tensor:
+    """Rows `start` to `end` of the operand in fp32; a source outside x is a row of zeros."""
+    if source_S is None:
+        return x_SK[start:end].float()
+    source_R = source_S[start:end]
+    known_R = (source_R >= 0) & (source_R < x_SK.shape[0])
+    if not x_SK.shape[0]:
+        return x_SK.new_zeros((end - start, x_SK.shape[1]), dtype=torch.float32)
+    return torch.where(known_R[:, None], x_SK[source_R.clamp(0, x_SK.shape[0] - 1)].float(), 0)
+
+
 def _groups(ends_G: torch.Tensor, slots: int, splits: list[int] | None) -> Iterator[tuple[int, int, int]]:
     """(g, first row, end) of every group, empty ones too."""
     count = ends_G.shape[0]
     if splits is not None:
         sizes = splits
-    elif is_fake(ends_G) or ends_G.is_meta:
-        sizes = [slots // count + (g < slots % count) for g in range(count)]
     else:
         ends = ends_G.tolist()
         sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]

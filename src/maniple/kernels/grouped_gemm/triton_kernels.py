@@ -20,16 +20,28 @@ def place(number, row_tiles, column_tiles, BAND: tl.constexpr):
 
 
 @triton.jit
+def source_of(source_ptr, rows, end, T, GATHER: tl.constexpr):
+    """Which rows of x the operand's `rows` are, int64, and which of them exist: not past `end`, and within x."""
+    if GATHER:
+        sources = tl.load(source_ptr + rows, mask=rows < end, other=-1)
+        return sources.to(tl.int64), (sources >= 0) & (sources < T)
+    else:
+        return rows.to(tl.int64), rows < end
+
+
+@triton.jit
 def rows_kernel(
     x_ptr,
     w_ptr,
     out_ptr,
     ends_ptr,
+    source_ptr,
     bias_ptr,
     scale_ptr,
     x_desc,
     w_desc,
     out_desc,
+    T,
     N,
     K,
     x_row,
@@ -41,6 +53,7 @@ def rows_kernel(
     GROUPS: tl.constexpr,
     NK: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
+    GATHER: tl.constexpr,
     BIAS: tl.constexpr,
     SCALE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -49,7 +62,10 @@ def rows_kernel(
     BAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`out[s] = x[s] @ w[g] + scale[s] * bias[g]` for the rows s of each group g; rows past the last group stay."""
+    """`out[s] = x[s] @ w[g] + scale[s] * bias[g]` for the rows s of each group g; rows past the last group stay.
+
+    With GATHER x is `[T, K]` and `x[source[s]]` stands for `x[s]`: its rows come through pointers, all else as ever.
+    """
     column_tiles = tl.cdiv(N, COLUMNS)
     tile = tl.program_id(0)
     first = 0  # number of the group's first tile
@@ -64,28 +80,26 @@ def rows_kernel(
             n0 = j * COLUMNS
             rows = row0 + tl.arange(0, ROWS)
             columns = n0 + tl.arange(0, COLUMNS)
+            sources, present = source_of(source_ptr, rows, end, T, GATHER)
+            a_ptrs = x_ptr + sources[:, None] * x_row
+            b_ptrs = w_ptr + tl.cast(g, tl.int64) * w_group + columns.to(tl.int64)[None, :] * w_n
             acc = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-            if DESCRIPTORS:
-                for k0 in range(0, K, DEPTH):
+            for k0 in range(0, K, DEPTH):
+                ks = k0 + tl.arange(0, DEPTH)
+                in_k = ks < K
+                if DESCRIPTORS and not GATHER:
                     a = x_desc.load([row0, k0])
-                    if NK:
-                        b = w_desc.load([g, n0, k0]).reshape(COLUMNS, DEPTH).T
-                    else:
-                        b = w_desc.load([g, k0, n0]).reshape(DEPTH, COLUMNS)
-                    acc = tl.dot(a, b, acc, input_precision=PRECISION)
-            else:
-                a_ptrs = x_ptr + rows.to(tl.int64)[:, None] * x_row
-                b_ptrs = w_ptr + tl.cast(g, tl.int64) * w_group + columns.to(tl.int64)[None, :] * w_n
-                for k0 in range(0, K, DEPTH):
-                    ks = k0 + tl.arange(0, DEPTH)
-                    in_k = ks < K
-                    a = tl.load(
-                        a_ptrs + ks.to(tl.int64)[None, :] * x_col, mask=(rows < end)[:, None] & in_k[None, :], other=0.0
-                    )
-                    b = tl.load(
-                        b_ptrs + ks.to(tl.int64)[:, None] * w_k, mask=in_k[:, None] & (columns < N)[None, :], other=0.0
-                    )
-                    acc = tl.dot(a, b, acc, input_precision=PRECISION)
+                else:
+                    inside = present[:, None] & in_k[None, :]
+                    a = tl.load(a_ptrs + ks.to(tl.int64)[None, :] * x_col, mask=inside, other=0.0)
+                if DESCRIPTORS and NK:
+                    b = w_desc.load([g, n0, k0]).reshape(COLUMNS, DEPTH).T
+                elif DESCRIPTORS:
+                    b = w_desc.load([g, k0, n0]).reshape(DEPTH, COLUMNS)
+                else:
+                    inside = in_k[:, None] & (columns < N)[None, :]
+                    b = tl.load(b_ptrs + ks.to(tl.int64)[:, None] * w_k, mask=inside, other=0.0)
+                acc = tl.dot(a, b, acc, input_precision=PRECISION)
             if BIAS:
                 bias = tl.load(bias_ptr + tl.cast(g, tl.int64) * N + columns, mask=columns < N, other=0.0)
                 if SCALE:
@@ -121,8 +135,10 @@ def wgrad_kernel(
     b_ptr,
     out_ptr,
     ends_ptr,
+    source_ptr,
     a_desc,
     b_desc,
+    T,
     A,
     B,
     a_row,
@@ -134,6 +150,8 @@ def wgrad_kernel(
     out_b,
     GROUPS: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
+    GATHER_A: tl.constexpr,
+    GATHER_B: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -141,7 +159,10 @@ def wgrad_kernel(
     BAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`out[g] (+)= a[rows of g]ᵀ @ b[rows of g]`: `[A, B]`, zero (or as it was) for an empty group."""
+    """`out[g] (+)= a[rows of g]ᵀ @ b[rows of g]`: `[A, B]`, zero (or as it was) for an empty group.
+
+    With GATHER_A or GATHER_B that operand has T rows, and row s is its row `source[s]`.
+    """
     a_tiles = tl.cdiv(A, ROWS)
     b_tiles = tl.cdiv(B, COLUMNS)
     for tile in range(tl.program_id(0), GROUPS * a_tiles * b_tiles, tl.num_programs(0)):
@@ -157,20 +178,27 @@ def wgrad_kernel(
         a_cols = a_ptr + in_a.to(tl.int64)[None, :] * a_col
         b_cols = b_ptr + in_b.to(tl.int64)[None, :] * b_col
         acc = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-        if DESCRIPTORS:
-            for s in range(start, whole, DEPTH):
-                acc = tl.dot(a_desc.load([s, a0]).T, b_desc.load([s, b0]), acc, input_precision=PRECISION)
-        else:
-            for s in range(start, whole, DEPTH):
-                rows = (s + tl.arange(0, DEPTH)).to(tl.int64)[:, None]
-                a = tl.load(a_cols + rows * a_row, mask=(in_a < A)[None, :], other=0.0)
-                b = tl.load(b_cols + rows * b_row, mask=(in_b < B)[None, :], other=0.0)
-                acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
+        for s in range(start, whole, DEPTH):
+            rows = s + tl.arange(0, DEPTH)
+            if DESCRIPTORS and not GATHER_A:
+                a = a_desc.load([s, a0])
+            else:
+                a_rows, a_there = source_of(source_ptr, rows, end, T, GATHER_A)
+                inside = (in_a < A)[None, :] & (a_there[:, None] if GATHER_A else True)
+                a = tl.load(a_cols + a_rows[:, None] * a_row, mask=inside, other=0.0)
+            if DESCRIPTORS and not GATHER_B:
+                b = b_desc.load([s, b0])
+            else:
+                b_rows, b_there = source_of(source_ptr, rows, end, T, GATHER_B)
+                inside = (in_b < B)[None, :] & (b_there[:, None] if GATHER_B else True)
+                b = tl.load(b_cols + b_rows[:, None] * b_row, mask=inside, other=0.0)
+            acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
         if whole < end:
-            left = whole + tl.arange(0, DEPTH)
-            rows = left.to(tl.int64)[:, None]
-            a = tl.load(a_cols + rows * a_row, mask=(left < end)[:, None] & (in_a < A)[None, :], other=0.0)
-            b = tl.load(b_cols + rows * b_row, mask=(left < end)[:, None] & (in_b < B)[None, :], other=0.0)
+            rows = whole + tl.arange(0, DEPTH)
+            a_rows, a_there = source_of(source_ptr, rows, end, T, GATHER_A)
+            a = tl.load(a_cols + a_rows[:, None] * a_row, mask=a_there[:, None] & (in_a < A)[None, :], other=0.0)
+            b_rows, b_there = source_of(source_ptr, rows, end, T, GATHER_B)
+            b = tl.load(b_cols + b_rows[:, None] * b_row, mask=b_there[:, None] & (in_b < B)[None, :], other=0.0)
             acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
         out_g = out_ptr + tl.cast(g, tl.int64) * out_group
         if ACCUMULATE:
@@ -243,6 +271,35 @@ def scale_grad_kernel(
         bias = tl.load(bias_ptr + group.to(tl.int64)[:, None] * N + columns[None, :], mask=inside, other=0.0)
         sums += tl.sum(grad * bias.to(tl.float32), axis=1)
     tl.store(out_ptr + rows, sums.to(out_ptr.dtype.element_ty), mask=rows < S)
+
+
+@triton.jit
+def gather_sum_kernel(
+    rows_ptr,
+    slots_ptr,
+    out_ptr,
+    end_ptr,
+    T,
+    D,
+    rows_row,
+    rows_col,
+    COPIES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """`out[t] = sum over k of rows[slots[t, k]]`, k rising, in fp32; a slot outside [0, end) adds nothing."""
+    end = tl.load(end_ptr)
+    tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    in_d = columns < D
+    sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for k in range(COPIES):
+        slots = tl.load(slots_ptr + tokens.to(tl.int64) * COPIES + k, mask=tokens < T, other=-1).to(tl.int64)
+        inside = ((slots >= 0) & (slots < end))[:, None] & in_d[None, :]
+        ptrs = rows_ptr + slots[:, None] * rows_row + columns.to(tl.int64)[None, :] * rows_col
+        sums += tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
+    ptrs = out_ptr + tokens.to(tl.int64)[:, None] * D + columns[None, :]
+    tl.store(ptrs, sums.to(out_ptr.dtype.element_ty), mask=(tokens < T)[:, None] & in_d[None, :])
 
 
 @triton.jit

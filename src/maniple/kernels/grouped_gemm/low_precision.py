@@ -1,0 +1,274 @@
+"""Grouped GEMM on quantized numbers, differentiable: `quantized_grouped_gemm`. Recipes: "fp8", "fp8_block", "mxfp8".
+
+Each tensor is quantized once, in both of its orientations: x and the weight in forward, the result's gradient in
+backward. Backward keeps the transposed copies of x and the weight, in float8, and no bf16 x. All three products sum in
+fp32.
+
+An implementation is an object with the functions of `low_precision_reference.py` and a `bias_grad`. One that does not
+serve all operands says so with `refusal(x's dtype, N, K, dtype, grad_dtype)`. On chips without block-scaled matrix
+instructions mxfp8 is emulated: bf16 numbers that mxfp8 has too, multiplied by the bf16 grouped GEMM.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from maniple.kernels import registry
+from maniple.kernels.grouped_gemm import low_precision_reference
+from maniple.kernels.grouped_gemm.low_precision_ops import OP, Operand, operators_for, split
+from maniple.kernels.quantize import (
+    QuantizedWeight,
+    emulate_rows,
+    emulate_weight,
+    quantize_rows,
+    quantize_weight,
+)
+from maniple.kernels.quantize.formats import RECIPES
+from maniple.kernels.quantize.quantized import FNUZ
+
+
+def _no_triton() -> str | None:
+    return None if importlib.util.find_spec("triton") else "needs the triton package, and it is not installed"
+
+
+def _chip() -> str:
+    """This process's GPU as its compiler calls it: "sm_90", "gfx950"; "" without one."""
+    if not torch.cuda.is_available():
+        return ""
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(0).gcnArchName.split(":")[0]
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}"
+
+
+def _not_on(*chips: str, what: str) -> str | None:
+    if (reason := _no_triton()) is not None:
+        return reason
+    chip = _chip()
+    return None if chip in chips else f"needs {what} ({', '.join(chips)}), and this is {chip or 'no GPU'}"
+
+
+def _no_float8() -> str | None:
+    return _not_on("sm_90", "sm_100", "gfx942", "gfx950", what="a GPU that multiplies float8")
+
+
+def _no_block_scales() -> str | None:
+    return _not_on("sm_100", "gfx950", what="block-scaled matrix instructions")
+
+
+def _no_hopper() -> str | None:
+    return _not_on("sm_90", what="a Hopper GPU")
+
+
+def _wrong_encoding(result: torch.dtype, n: int, k: int, dtype: torch.dtype, grad_dtype: torch.dtype) -> str | None:
+    fnuz = _chip() == "gfx942"
+    if all((kind in FNUZ) == fnuz for kind in (dtype, grad_dtype)):
+        return None
+    return f"multiplies {'FNUZ' if fnuz else 'OCP'} float8 on {_chip()}, not {dtype} and {grad_dtype}"
+
+
+_triton = registry.LazyModule("maniple.kernels.grouped_gemm.low_precision_triton")
+_hopper = registry.LazyModule("maniple.kernels.grouped_gemm.hopper_fp8")
+_emulated = registry.LazyModule("maniple.kernels.grouped_gemm.low_precision_emulated")
+registry.register(OP, "reference", RECIPES, registry.ANY_DEVICE, low_precision_reference)
+registry.register(OP, "emulated", {"mxfp8"}, registry.ANY_DEVICE, _emulated, preference=1)
+registry.register(
+    OP,
+    "triton",
+    {"fp8", "fp8_block"},
+    {"cuda"},
+    _triton,
+    preference=2,
+    reason_unavailable=_no_float8,
+    refuses=_wrong_encoding,
+)
+registry.register(
+    OP,
+    "triton_scaled",
+    {"mxfp8"},
+    {"cuda"},
+    _triton,
+    preference=2,
+    reason_unavailable=_no_block_scales,
+    refuses=_wrong_encoding,
+)
+registry.register(
+    OP,
+    "hopper",
+    {"fp8", "fp8_block"},
+    {"cuda"},
+    _hopper,
+    preference=3,
+    reason_unavailable=_no_hopper,
+    refuses=lambda *operands: _hopper.refusal(*operands),
+)
+
+
+def quantized_grouped_gemm(
+    x_SK: torch.Tensor,
+    w_G: torch.Tensor,
+    ends_G: torch.Tensor,
+    *,
+    recipe: str,
+    layout: Literal["nk", "kn"] = "nk",
+    bias_GN: torch.Tensor | None = None,
+    bias_scale_S: torch.Tensor | None = None,
+    zero_tail: bool = False,
+    fuse_wgrad_accumulation: bool = False,
+    weight_cache: QuantizedWeight | None = None,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    grad_dtype: torch.dtype | None = None,
+    rounding: Literal["rceil", "floor"] = "rceil",
+    kernels: str | None = None,
+    splits: list[int] | None = None,
+) -> torch.Tensor:
+    """The bf16 `grouped_gemm` with its three products in float8; `[S, N]` in x's dtype.
+
+    Operands, groups, tails, bias, `fuse_wgrad_accumulation` and `splits` are `grouped_gemm`'s. recipe: "fp8",
+    "fp8_block" or "mxfp8". dtype: of x and the weight; grad_dtype: of the result's gradient (None: the same), for
+    example float8_e5m2. rounding: of mxfp8's scales. weight_cache: keeps the quantized weight between optimizer steps
+    (of `w_G` as it lies in memory, settings as here); emulated mxfp8 does not use it. kernels: an implementation's
+    name, or None or "auto" for the best that serves these operands.
+
+    Raises UserError if no implementation serves the recipe here, ValueError for operands that do not agree.
+    """
+    _check(x_SK, w_G, ends_G, bias_GN, bias_scale_S, layout)
+    if fuse_wgrad_accumulation and getattr(w_G, "main_grad", None) is None:
+        raise ValueError("fuse_wgrad_accumulation needs a weight with a main_grad")
+    grad_dtype = dtype if grad_dtype is None else grad_dtype
+    operands = x_SK.dtype, w_G.shape[1 if layout == "nk" else 2], x_SK.shape[1], dtype, grad_dtype
+    name = _choose(recipe, x_SK.device.type, kernels, operands)
+    quantizer = _Quantizer(recipe, layout, rounding, weight_cache, emulate=name == "emulated")
+    settings = _Settings(quantizer, name, zero_tail, fuse_wgrad_accumulation, dtype, grad_dtype, splits)
+    return _QuantizedGroupedGemm.apply(x_SK, w_G, ends_G, bias_GN, bias_scale_S, settings)
+
+
+@torch.compiler.assume_constant_result
+def _choose(recipe: str, device_type: str, kernels: str | None, operands: tuple[Any, ...]) -> str:
+    """The implementation's name. A compiled graph keeps it, since it depends on no value."""
+    return registry.select(OP, recipe, device_type, kernels, operands).name
+
+
+@dataclass(frozen=True)
+class _Quantizer:
+    """Makes the operands of the products. Where it emulates they are bf16, of the shapes of the quantized ones."""
+
+    recipe: str
+    layout: str
+    rounding: Any
+    cache: QuantizedWeight | None
+    emulate: bool
+
+    def rows(
+        self, x_SK: torch.Tensor, ends_G: torch.Tensor, dtype: torch.dtype, rowwise: bool, columnwise: bool
+    ) -> tuple[Operand | None, Operand | None, torch.Tensor]:
+        """(`[S, K]`, its transpose as weight gradients take it, where the transpose's groups end)."""
+        asked: dict[str, Any] = dict(dtype=dtype, rounding=self.rounding, rowwise=rowwise, columnwise=columnwise)
+        if self.emulate:
+            along_SK, down_SK = emulate_rows(x_SK, ends_G, **asked)
+            return along_SK, None if down_SK is None else down_SK.t(), ends_G
+        made = quantize_rows(x_SK, ends_G, self.recipe, **asked)
+        return made.rowwise, made.columnwise, made.padded_ends_G
+
+    def weight(self, w_G: torch.Tensor, dtype: torch.dtype, both: bool) -> tuple[Operand, Operand | None]:
+        """(`[G, N, K]` of forward, `[G, K, N]` of dgrad)."""
+        if self.emulate:
+            w_G = emulate_weight(w_G, dtype=dtype, rounding=self.rounding)
+            pair: tuple[Operand, Operand | None] = w_G, w_G.transpose(1, 2)
+        elif self.cache is not None:
+            kept = self.cache(w_G)
+            pair = kept.forward, kept.dgrad
+        else:
+            turned = both or self.layout == "kn"
+            made = quantize_weight(w_G, self.recipe, dtype=dtype, rounding=self.rounding, dgrad=turned)
+            pair = made.forward, made.dgrad
+        if pair[1] is None and (both or self.layout == "kn"):
+            raise ValueError("this weight is needed in both orientations: take a weight_cache with dgrad=True")
+        return pair if self.layout == "nk" else (pair[1], pair[0])
+
+
+@dataclass(frozen=True)
+class _Settings:
+    quantizer: _Quantizer
+    kernels: str
+    zero_tail: bool
+    fuse: bool
+    dtype: torch.dtype
+    grad_dtype: torch.dtype
+    splits: list[int] | None
+
+
+class _QuantizedGroupedGemm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_SK, w_G, ends_G, bias_GN, bias_scale_S, settings):
+        quantizer = settings.quantizer
+        needs_x, needs_w = ctx.needs_input_grad[:2]
+        x, x_turned, turned_ends_G = quantizer.rows(x_SK, ends_G, settings.dtype, True, needs_w)
+        w, w_turned = quantizer.weight(w_G, settings.dtype, needs_x)
+        operators = operators_for(x_SK)
+        # emulated weights are made anew in backward: kept they would cost a copy of the weight in bf16
+        kept_w = (w_G, None) if quantizer.emulate else split(w_turned if needs_x else None)
+        main = w_G if settings.fuse else None
+        ctx.settings, ctx.main, ctx.x_dtype, ctx.w_dtype = settings, main, x_SK.dtype, w_G.dtype
+        ctx.save_for_backward(ends_G, turned_ends_G, bias_GN, bias_scale_S, *split(x_turned), *kept_w)
+        return operators.rows(
+            *split(x),
+            *split(w),
+            ends_G,
+            bias_GN,
+            bias_scale_S,
+            x_SK.dtype,
+            settings.zero_tail,
+            settings.splits,
+            quantizer.recipe,
+            settings.kernels,
+        )
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_SN):
+        ends_G, turned_ends_G, bias_GN, bias_scale_S, x, x_scales, w, w_scales = ctx.saved_tensors
+        settings, quantizer = ctx.settings, ctx.settings.quantizer
+        recipe, kernels, operators = quantizer.recipe, settings.kernels, operators_for(grad_SN)
+        needs_x, needs_w, _, needs_bias, needs_scale = ctx.needs_input_grad[:5]
+        grad_x_SK = grad_w_G = grad_bias_GN = grad_scale_S = grad = grad_turned = None
+        if needs_x or needs_w:
+            grad, grad_turned, _ = quantizer.rows(grad_SN, ends_G, settings.grad_dtype, needs_x, needs_w)
+        if needs_x:
+            if quantizer.emulate:
+                w, w_scales = split(quantizer.weight(w, settings.dtype, True)[1])
+            ends = (ends_G, None, None, ctx.x_dtype, settings.zero_tail, settings.splits)
+            grad_x_SK = operators.rows(*split(grad), w, w_scales, *ends, recipe, kernels)
+        if needs_w:
+            operands = *split(grad_turned), x, x_scales, turned_ends_G, quantizer.layout
+            if settings.fuse:
+                operators.wgrad_add(*operands, ctx.main.main_grad, recipe, kernels)
+                ctx.main.grad_added_to_main_grad = True
+                grad_w_G = torch.empty_like(ctx.main)
+            else:
+                grad_w_G = operators.wgrad(*operands, ctx.w_dtype, recipe, kernels)
+        if needs_bias or needs_scale:
+            made = operators.bias_grad(grad_SN, ends_G, bias_GN, bias_scale_S, settings.splits, recipe, kernels)
+            grad_bias_GN, grad_scale_S = made[0], None if bias_scale_S is None else made[1]
+        return grad_x_SK, grad_w_G, None, grad_bias_GN, grad_scale_S, None
+
+
+def _check(x_SK, w_G, ends_G, bias_GN, bias_scale_S, layout) -> None:
+    if layout not in ("nk", "kn"):
+        raise ValueError(f"layout is nk or kn, not {layout!r}")
+    if x_SK.dim() != 2 or w_G.dim() != 3 or ends_G.shape != w_G.shape[:1] or ends_G.dtype != torch.int32:
+        raise ValueError(
+            f"quantized_grouped_gemm needs x [S, K], w [G, ., .] and int32 ends [G], not {list(x_SK.shape)}, "
+            f"{list(w_G.shape)} and {ends_G.dtype} {list(ends_G.shape)}"
+        )
+    k, n = (w_G.shape[2], w_G.shape[1]) if layout == "nk" else (w_G.shape[1], w_G.shape[2])
+    if x_SK.shape[1] != k or x_SK.dtype != w_G.dtype:
+        raise ValueError(f"x [S, {x_SK.shape[1]}] {x_SK.dtype} does not fit w with K = {k} {w_G.dtype}")
+    if bias_GN is not None and bias_GN.shape != (w_G.shape[0], n):
+        raise ValueError(f"bias needs shape [{w_G.shape[0]}, {n}], not {list(bias_GN.shape)}")
+    if bias_scale_S is not None and (bias_GN is None or bias_scale_S.shape != x_SK.shape[:1]):
+        raise ValueError("bias_scale needs a bias and shape [S]")
