@@ -246,3 +246,17 @@ def test_a_reader_that_goes_away_is_no_crash():
     command = f"'{sys.executable}' -m maniple config show --json | head -1"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
     assert (done.stdout, done.stderr) == ("{\n", "")
+
+
+def test_ctrl_c_before_the_command_line_is_there(monkeypatch):
+    from maniple import __main__
+
+    class Interrupts:
+        def find_spec(self, name, *_):
+            if name == "maniple.cli":
+                raise KeyboardInterrupt
+
+    monkeypatch.delattr(maniple, "cli")
+    monkeypatch.delitem(sys.modules, "maniple.cli")
+    monkeypatch.setattr(sys, "meta_path", [Interrupts(), *sys.meta_path])
+    assert __main__.main() == 130

@@ -72,7 +72,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel):
     files = {path for path in SOURCE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     assert names == {path.relative_to(SOURCE.parent).as_posix() for path in files}
     assert "maniple/py.typed" in names
-    assert "maniple = maniple.cli:main" in entry_points
+    assert "maniple = maniple.__main__:main" in entry_points
 
 
 def test_the_installed_wheel_imports_from_another_folder(installed, tmp_path):

@@ -21,10 +21,14 @@ ALONE: dict[str, Sections] = {
     "fp32": {},
     "bf16-distributed-optimizer": {"parallel": {"distributed_optimizer": True}, "precision": {"dtype": "bf16"}},
 }
+OVERLAP = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 PAIR: dict[str, Sections] = {
     "ep2": {"parallel": {"expert_parallel_size": 2, "distributed_optimizer": True}},
     # chunks without experts and without layers
     "pipeline": {"parallel": {"pipeline_parallel_size": 2, "pipeline_layout": "E|t|t|mL"}},
+    # weights are whole only after the next step has begun to gather them
+    "overlapped": {"parallel": OVERLAP},
+    "overlapped, bf16": {"parallel": OVERLAP, "precision": {"dtype": "bf16"}},
 }
 VARIANTS = (*ALONE, *PAIR)
 SAME = ("step", "loss", "mtp_loss", "aux_loss", "z_loss", "grad_norm", "learning_rate", "expert_counts")
@@ -32,6 +36,7 @@ SAME = ("step", "loss", "mtp_loss", "aux_loss", "z_loss", "grad_norm", "learning
 
 def run_pair(rank: int, world_size: int, folder: Path) -> tuple[dict[str, Any], list[bool]]:
     """In each of two processes: its part of what needs two."""
+    _validate_overlapped(folder)
     return _run_variants(folder, PAIR), _random_states(rank, folder)
 
 
@@ -56,6 +61,14 @@ def _run_variants(folder: Path, variants: dict[str, Sections]) -> dict[str, Any]
         if variant == "fp32":
             final[variant]["stopped"] = _stop_and_go_on(place, sections, card)
     return final
+
+
+def _validate_overlapped(folder: Path) -> None:
+    from tests.engines import jobs
+
+    for name in ("validated", "validated-overlapped"):
+        overlap = {} if name == "validated" else {"parallel": OVERLAP}
+        jobs.run(jobs.make_job(folder, name, train={"steps": 3, "eval_interval": 1}, **overlap), _card())
 
 
 def _card():
@@ -220,6 +233,16 @@ def test_resumed_equals_uninterrupted(runs, folder, variant):
     assert records(folder / variant / "resumed") == straight[3:]
     for rank in runs[variant]:
         assert_equal(rank["resumed"], rank["straight"])
+
+
+def test_validation_sees_the_weights_of_the_last_update(pair, folder):
+    found = [
+        [r["validation_loss"] for r in read_metrics(folder / name / "metrics.jsonl") if "validation_loss" in r]
+        for name in ("validated", "validated-overlapped")
+    ]
+    assert len(found[0]) == len(found[1]) == 3
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+    assert len(set(found[0])) == 3
 
 
 def test_stopped_and_resumed_equals_uninterrupted(runs, folder):

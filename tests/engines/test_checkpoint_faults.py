@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import resource
@@ -87,6 +88,7 @@ def alone(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     report: dict[str, Any] = {"slow": _slow_disk(it), "nan": _nothing_is_left_unwritten(it)}
     saved = it.job.run_dir / "checkpoints" / "step_00000007"
     report["stranger"] = _strangers(it, saved, folder)
+    report["stored as"] = _stored_as_another_type(it, saved)
     report["tensors"] = _other_tensors(it, saved)
     parallel.stop_groups()
     (folder / "no-folder").mkdir()
@@ -154,6 +156,27 @@ def _strangers(it, saved: Path, folder: Path) -> dict[str, str]:
         report[kind] = refusal(load, it, saved)
         assert not bomb.exists()
         (saved / place.relative_path).write_bytes(whole[place.relative_path])
+    _digest_again(saved)
+    load(it, saved)
+    return report
+
+
+def _stored_as_another_type(it, saved: Path) -> dict[str, str]:
+    """What loading says where a tensor is stored as a type that is not the index's."""
+    whole, report = {path.name: path.read_bytes() for path in saved.iterdir()}, {}
+    for dtype in (torch.float64, torch.int32, torch.bool):
+        index, stored = pickle.loads(whole[".metadata"]), io.BytesIO()
+        key = next(key for key in index.storage_data if key.fqn == "decoder.final_layernorm.weight")
+        place = index.storage_data[key]
+        torch.save(torch.ones(index.state_dict_metadata[key.fqn].size, dtype=dtype), stored)
+        data = whole[place.relative_path]
+        place.offset, place.length = len(data), len(stored.getvalue())
+        (saved / place.relative_path).write_bytes(data + stored.getvalue())
+        (saved / ".metadata").write_bytes(pickle.dumps(index))
+        _digest_again(saved)
+        report[str(dtype)] = refusal(load, it, saved)
+        (saved / place.relative_path).write_bytes(data)
+    (saved / ".metadata").write_bytes(whole[".metadata"])
     _digest_again(saved)
     load(it, saved)
     return report
@@ -334,6 +357,14 @@ def test_a_strangers_checkpoint_runs_nothing(one):
     assert "is damaged: " in said["rng.torch"]
     # Python objects are never read
     assert said["common_state"] == said["_extra_state"] == "not refused"
+    assert not [text for text in said.values() if "weights_only" in text]  # torch's advice is to load it all the same
+
+
+def test_a_tensor_stored_as_another_type_is_not_cast(one):
+    for dtype, said in one["stored as"].items():
+        wanted = f"is damaged: a tensor is stored as {dtype.removeprefix('torch.')} where its index says float32"
+        assert wanted in said
+    assert len(one["stored as"]) == 3
 
 
 def test_missing_extra_and_other_tensors(one):

@@ -8,7 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 import torch
@@ -151,6 +151,69 @@ def test_a_manifest_of_other_contents(folder):
     assert "does not know .metadata" in refusal(folder)
 
 
+def _sealed(folder: Path, **facts) -> str:
+    """What a checkpoint is refused with whose maniple.json says this and fits its own digest."""
+    write_manifest(folder, **facts)
+    return refusal(folder).partition(" is damaged: its maniple.json ")[2].partition(";")[0]
+
+
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        *(({key: -1}, f"has no proper {key}") for key in ("step", "samples", "updates", "world_size", "saved")),
+        *(({key: 10**30}, f"has no proper {key}") for key in ("step", "samples", "updates", "world_size", "saved")),
+        ({"step": True, "samples": 1.0}, "has no proper step, samples"),
+        ({"saved": 1e300}, "has no proper saved"),
+        ({"saved": float("nan")}, "cannot be read (it has NaN for a number)"),
+        ({"extra": {"x": float("-inf")}}, "cannot be read (it has -Infinity for a number)"),
+        ({"card": {"name": {}}}, "has no proper card.name"),
+        ({"card": {"name": "x\x1b[2J"}}, "has no proper card.name"),
+        ({"versions": {"maniple": 1}}, "has no proper versions.maniple"),
+        ({"job": {"parallel": []}}, "has no proper job.parallel"),
+        ({"job": {"parallel": {"tensor_parallel_size": {}}}}, "has no proper job.parallel.tensor_parallel_size"),
+        ({"job": {"precision": []}}, "has no proper job.precision"),
+        *(({"extra": {"guard": it}}, "has no proper extra.guard") for it in (None, [], "x")),
+        ({"extra": {"guard": {"losses": ["x"], "left_out": [[1]]}}}, "has no proper extra.guard.losses.0, extra.guard"),
+        *(({"extra": {"data": it}}, "has no proper extra.data") for it in (3, [1])),
+        ({"extra": {"data": {"train": [1]}}}, "has no proper extra.data.train.0"),
+        ({"files": {".metadata": {"bytes": 1.5, "sha256": "0" * 64}}}, "has no proper files..metadata.bytes"),
+        ({"files": {".metadata": {"bytes": 1, "sha256": "zz"}}}, "has no proper files..metadata.sha256"),
+        ({"surprise": 1}, "has no proper surprise"),
+        ({"sequence": -1, "job_id": 3}, "has no proper sequence, job_id"),
+    ],
+)
+def test_a_manifest_that_says_what_cannot_be(folder, facts, says):
+    assert _sealed(folder, **facts).startswith(says)
+
+
+def test_a_manifest_may_say_more_of_its_origin_and_the_job(folder):
+    write_manifest(
+        folder, sequence=3, job_id="a", lineage="a", job={"new": 1, "parallel": {"new": [2]}}, extra={"x": 1}
+    )
+    read_all(folder)
+
+
+def test_a_manifest_of_strange_names_depth_or_size(folder):
+    entry = {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}
+    for name in ("a" * 300, "a\nb", "a\0b", "\ud800"):
+        write_manifest(folder, files={".metadata": entry, name: entry})
+        assert refusal(folder)
+    deep: list = []
+    for _ in range(100):
+        deep = [deep]
+    assert _sealed(folder, extra={"x": deep}) == "cannot be read (it is nested too deep)"
+    write_manifest(folder)
+    os.truncate(folder / "maniple.json", 1 << 36)
+    assert "its maniple.json cannot be read (it is larger than 64 MiB)" in refusal(folder)
+
+
+def test_another_backends_metadata_json(folder):
+    for text, says in (("junk", "cannot be read"), ('{"sharded_backend": "zarr"}', "is not of the format torch_dist")):
+        (folder / "metadata.json").write_text(text)
+        write_manifest(folder)
+        assert f"its metadata.json {says}" in refusal(folder)
+
+
 @pytest.mark.parametrize(
     ("made", "says"),
     [
@@ -187,6 +250,40 @@ def test_a_strangers_index_runs_nothing(folder, tmp_path):
     write_manifest(folder)  # he digests what he wrote
     assert "posix.mkdir, which no checkpoint holds" in refusal(folder)
     assert not (tmp_path / "ran").exists()
+
+
+BUILD_ON_A_CLASS = b"\x80\x04cpathlib\nPosixPath\n(N}(X\x04\x00\x00\x00nameX\x04\x00\x00\x00evilutb0"
+
+
+@pytest.mark.parametrize(
+    ("pickled", "says"),
+    [
+        (b"}" + b")" + b"\x85" * 3000 + b"Ns.", "its tuples are nested too deep"),  # 5,000,000 overflow C's stack
+        (b"}" + b"(" + b")" * 9 + b"tNs.", "its tuples are nested too deep"),
+        (b"}" + b"K\x01Ns.", "is neither a name nor the place of a tensor"),
+        (BUILD_ON_A_CLASS + b".", "it changes what is not a new record"),
+        (b"ctorch\nSize\n)\x81.", "it makes something else than an empty record"),
+        (b"ctorch.distributed.checkpoint.metadata\nMetadata\n)R.", "it calls what is not to be called"),
+        (b"ccollections\nOrderedDict\n}\x85R.", "cannot be read"),
+        (b"\x8e" + (1 << 62).to_bytes(8, "little") + b".", "it has the opcode 0x8e, which no index needs"),
+        (b"", "cannot be read"),
+        (b"N.", "cannot be read"),
+    ],
+)
+def test_an_index_of_other_makings_changes_nothing(folder, pickled, says):
+    before = dict(vars(PurePosixPath))
+    (folder / ".metadata").write_bytes(pickled)
+    write_manifest(folder)
+    assert says in refusal(folder)
+    assert dict(vars(PurePosixPath)) == before
+
+
+def test_the_size_of_an_index_is_bounded(folder, monkeypatch):
+    monkeypatch.setattr(checkpoint_index, "_LARGEST", 1 << 10)
+    with open(folder / ".metadata", "ab") as file:
+        file.write(bytes(1 << 10))
+    write_manifest(folder)
+    assert "its .metadata cannot be read (it is larger than 0 MiB)" in refusal(folder)
 
 
 def test_an_index_that_leads_out_of_the_folder(folder):
@@ -232,6 +329,31 @@ def test_keep_removes_the_oldest_but_for_multiples(tmp_path):
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_00000030", "step_00000050"]
 
 
+def test_a_clock_that_is_set_back_changes_no_order(tmp_path):
+    saved = {10: 100.0, 20: 101.0, 30: 1.0, 40: 2.0, 50: 3.0}
+    old = make(tmp_path, 5, saved=1000.0)  # of a version without numbers
+    folders = [make(tmp_path, step, saved=saved[step], sequence=files.next_number(tmp_path)) for step in saved]
+    assert [folder for folder, _ in files.find(tmp_path, "auto")[0]] == [*folders[::-1], old]
+    assert files.prune(tmp_path, folders[-1], 2, None) == [*folders[2::-1], old]
+    assert files.next_number(tmp_path) == 6
+
+
+def test_keep_counts_one_lineage_only(tmp_path):
+    others = [make(tmp_path, 1), make(tmp_path, 2, sequence=1, lineage="a")]
+    own = [make(tmp_path, step, sequence=step, lineage="b") for step in (3, 4, 5)]
+    assert files.prune(tmp_path, own[-1], 1, None) == [own[1], own[0]]
+    assert files.all_of(tmp_path) == [*others, own[2]]
+
+
+def test_a_lineage_is_of_the_run_it_goes_on_in(tmp_path):
+    old, new = make(tmp_path / "run", 1), make(tmp_path / "run", 2, lineage="a")
+    lineages = [files.Origin.of_a_start(tmp_path / "run", resumed).lineage for resumed in (old, new)]
+    assert lineages == ["", "a"]
+    for run, resumed in (("run", None), ("other", new)):
+        first, second = (files.Origin.of_a_start(tmp_path / run, resumed) for _ in range(2))
+        assert first.lineage == first.job_id != second.job_id
+
+
 def test_what_a_killed_job_left_is_cleaned(tmp_path):
     for name in ("step_00000001", "step_00000002.partial", "step_00000003.removed", "step_00000001.replaced"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
@@ -252,6 +374,47 @@ def test_publishing_over_another_of_the_step(tmp_path):
     assert [path.name for path in old.iterdir()] == ["new"]
 
 
+def test_links_are_removed_and_not_what_they_lead_to(tmp_path):
+    folders = {step: make(tmp_path, step, saved=float(step)) for step in (1, 2, 3)}
+    elsewhere = folders[1].rename(tmp_path / "elsewhere")
+    folders[1].symlink_to(elsewhere)
+    assert files.prune(tmp_path, folders[3], 2, None) == [folders[1]]
+    (tmp_path / "checkpoints" / "step_00000008.partial").touch()
+    (tmp_path / "checkpoints" / "step_00000009.partial").symlink_to(elsewhere)
+    files.clean(tmp_path)
+    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert left == ["step_00000002", "step_00000003"]
+    assert (elsewhere / files.MANIFEST).is_file()
+
+
+# --- what the system does not let one read ----------------------------------------------------------------------------
+
+
+def test_a_checkpoints_folder_that_cannot_be_listed_is_no_empty_one(tmp_path):
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "checkpoints")  # stands for one without permission: root has all
+    with pytest.raises(UserError, match=r"checkpoints cannot be read: Too many levels of symbolic links"):
+        files.find(tmp_path, "auto")
+
+
+def test_auto_falls_back_from_one_that_cannot_be_read(tmp_path, monkeypatch, capsys):
+    old, new = make(tmp_path, 1), make(tmp_path, 2, saved=2000.0)
+    usual = Path.is_file
+
+    def is_file(path: Path) -> bool:
+        if path.parent == new:
+            raise PermissionError(13, "Permission denied")
+        return usual(path)
+
+    monkeypatch.setattr(Path, "is_file", is_file)
+    found, wrong = files.find(tmp_path, "auto")
+    assert [folder for folder, _ in found] == [old]
+    assert [str(error) for error in wrong] == [f"{new} cannot be read: Permission denied; mend its name or permissions"]
+    assert cli.main(["checkpoint", "verify", str(tmp_path)]) == 2
+    done = capsys.readouterr()
+    assert f"{old}: whole" in done.out
+    assert "Permission denied" in done.err
+
+
 # --- the commands -----------------------------------------------------------------------------------------------------
 
 
@@ -266,6 +429,18 @@ def test_inspect(folder, capsys):
     assert cli.main(["checkpoint", "inspect", str(folder)]) == 0
     out = capsys.readouterr().out
     assert all(word in out for word in ("a-model", "4.01 kB", "1,003"))
+
+
+def test_names_are_printed_as_they_are(tmp_path, capsys):
+    (tmp_path / "a [").mkdir()
+    folder = make(tmp_path).rename(tmp_path / "a [" / "x] [red]")
+    write_manifest(folder, card={"name": "[/red]"}, versions={"maniple": "[/b]"})
+    for command in ("inspect", "verify"):
+        assert cli.main(["checkpoint", command, str(folder)]) == 0
+        assert "[/x] [red]" in "".join(capsys.readouterr().out.split("\n")).replace("  ", "")
+    for command in ("inspect", "verify"):
+        assert cli.main(["checkpoint", command, str(tmp_path / ("n" * 300))]) == 2
+        assert "File name too long" in capsys.readouterr().err
 
 
 def test_verify_a_folder_and_a_run(folder, tmp_path, capsys):

@@ -30,6 +30,16 @@ def weight(name: str, value: float, layer: int = LAYER) -> Poison:
     return apply
 
 
+def bias(value: float, layer: int = LAYER) -> Poison:
+    """A router's balancing bias becomes `value`, for good."""
+
+    def apply(chunks: list) -> None:
+        if (router := routers(chunks).get(layer)) is not None:
+            router.expert_bias.fill_(value)
+
+    return apply
+
+
 def output(name: str, value: float, layer: int = LAYER) -> Poison:
     """One value of a module's output becomes `value`, in every pass from now on."""
 

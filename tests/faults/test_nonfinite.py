@@ -42,6 +42,7 @@ def _all_jobs(rank: int, world: int, folder: Path) -> dict[str, dict]:
         ),
         "rollback to nothing": jobs.run(folder, "none", {2: w13}, on=1, **EP, **back),
         "weight that no token met": jobs.run(folder, "idle", {2: w13}, on=1, after=True, **EP),
+        "balancing bias": jobs.run(folder, "bias", {2: jobs.bias(float("inf"))}, on=1, after=True, **EP),
     }
 
 
@@ -133,6 +134,13 @@ def test_a_weight_that_is_not_finite_is_not_saved(found):
     for ranks in found:
         job = ranks["weight that no token met"]
         assert job["error"].startswith("step 2: weight decoder.layers.1.mlp.experts.w13 (rank 1): NaN in")
+        assert job["saved"] == []
+
+
+def test_a_balancing_bias_that_is_not_finite_is_not_saved(found):
+    for ranks in found:
+        job = ranks["balancing bias"]
+        assert job["error"].startswith("step 2: the balancing bias of layer 1 (rank 1): infinity in")
         assert job["saved"] == []
 
 

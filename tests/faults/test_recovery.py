@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.distributed_utils import run_ranks
@@ -11,11 +11,14 @@ from tests.distributed_utils import run_ranks
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 
-def _choices(rank: int, world: int, folder: Path) -> dict[str, str | None]:
+def _choices(rank: int, world: int, folder: Path) -> dict[str, Any]:
     import torch
     from tests.engines import jobs
 
+    from maniple.engines.megatron.checkpoint import files
     from maniple.engines.megatron.faults import recovery
+    from maniple.errors import UserError
+    from maniple.metrics.folder import RunLock
 
     def steps(count: int, **checkpoint) -> None:
         sections = {"train": {"steps": count}, "checkpoint": {"save_at_end": True, **checkpoint}}
@@ -33,12 +36,28 @@ def _choices(rank: int, world: int, folder: Path) -> dict[str, str | None]:
     # a new job of that name begins, and dies before it has saved anything
     found["anew"] = point(restarted=False)
     (folder / "run").mkdir(exist_ok=True)
-    time.sleep(0.01)
     recovery.begin(jobs.make_job(folder, "run"), resumed=None)
     found["the former job's"] = point(restarted=True)
     found["the one it was given"] = point(restarted=True, resume=str(folder / "run" / "checkpoints" / "step_00000002"))
     steps(1)
     found["its own again"] = point(restarted=True)
+    # a second start of the name while the job is there is refused, and takes nothing from it
+    lock = RunLock(folder / "run")
+    try:
+        steps(2)
+    except UserError as error:
+        found["another"] = str(error).partition(": ")[2]
+    lock.close()
+    found["after the refusal"] = point(restarted=True)
+    steps(3, keep=1)  # the other two are not its own
+    saved = sorted((folder / "run" / "checkpoints").iterdir())
+    found["in order of saving"] = [(at.name[-1], files.read_manifest(at)["sequence"]) for at in saved]
+    steps(3, resume="auto")
+    log = (folder / "run" / "logs" / "rank_0.log").read_text()
+    found["said"] = [
+        log.count("2 checkpoints of another start of this run stay and are not counted by checkpoint.keep: step_"),
+        log.count("train.steps is 3: no step is left; set more to go on"),
+    ]
     return found
 
 
@@ -52,4 +71,8 @@ def test_a_restart_goes_on_from_this_jobs_own(tmp_path):
         "the former job's": None,
         "the one it was given": "step_00000002",
         "its own again": "step_00000001",
+        "another": "another job is writing this run; wait for its end, or give a new --name",
+        "after the refusal": "step_00000001",
+        "in order of saving": [("1", 2), ("2", 1), ("3", 3)],
+        "said": [1, 1],
     }

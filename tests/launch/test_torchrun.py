@@ -15,6 +15,8 @@ import pytest
 import maniple
 from maniple.errors import UserError
 from maniple.launch.torchrun import Launch
+from maniple.launch.worker import LAUNCHER
+from maniple.metrics import pulse
 
 START = "maniple: starting {}\n"
 HERE = Path(__file__).parent
@@ -218,13 +220,25 @@ def test_a_stop_has_an_end(twice):
         assert process.stdout.readline() == b"waiting\n"
         process.terminate()
         if twice:
-            time.sleep(1)
+            time.sleep(pulse.SAME_SIGNAL_SECONDS + 1)
             process.terminate()
         started = time.monotonic()
         process.wait(timeout=80)
         assert process.stdout.read() == b""  # the worker is gone too
         assert process.returncode == 128 + signal.SIGTERM
     assert time.monotonic() - started < 60
+
+
+def test_a_signal_that_comes_twice_at_once_is_one(tmp_path):
+    command, env = job("stop", "--nproc", "1", "parallel.expert_parallel_size=1", SAVES_FOR="4")
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"waiting\n"
+        for _ in range(2):
+            process.terminate()
+            time.sleep(0.5)
+        process.wait(timeout=60)
+        assert process.returncode == 0
+        assert process.stderr.read().decode() == START.format("1 process")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -255,6 +269,16 @@ def test_workers_end_with_a_launcher_that_is_killed(tmp_path):
         started = time.monotonic()
         assert process.stdout.read() == b""  # until the worker, too, has closed it
     assert time.monotonic() - started < 20  # it would sleep for 60 s
+
+
+def test_a_worker_whose_launcher_is_gone_before_it_looks_ends():
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    code = "import time; from maniple.launch import worker; worker.end_with_launcher(); time.sleep(60)"
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, LAUNCHER: str(gone.pid)}, timeout=50)
+    assert done.returncode == 1
+    assert time.monotonic() - started < 40
 
 
 def _free_port():

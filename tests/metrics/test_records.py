@@ -65,3 +65,12 @@ def test_write_json_leaves_the_old_file_whole_when_it_fails(tmp_path):
         write_json(path, {"loss": object()})
     assert strict(path.read_text()) == {"loss": 1.0}
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_lines_that_are_no_record_are_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    junk = ['{"step": "two"}', '{"step": null}', '{"step": true}', '{"loss": 1.0}', "[1]", "[" * 100_000, "", "\x00"]
+    path.write_text("\n".join(['{"step": 1}', *junk, '{"step": 3}', ""]))
+    assert [record["step"] for record in read_metrics(path)] == [1, 3]
+    drop_after(path, 2)
+    assert path.read_text() == '{"step": 1}\n'

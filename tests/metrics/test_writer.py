@@ -1,10 +1,17 @@
+import errno
 import json
 import logging
+import multiprocessing
+import os
+import resource
+import shutil
+from pathlib import Path
 
 import pytest
 
 from maniple.errors import UserError
 from maniple.metrics import MetricsWriter, read_metrics, setup_logging
+from maniple.metrics.folder import RunLock, cannot_write
 
 
 @pytest.fixture(autouse=True)
@@ -97,6 +104,83 @@ def test_a_run_has_one_writer_at_a_time(tmp_path):
         MetricsWriter(tmp_path, rank=1).close()  # of the same job
     assert steps(tmp_path / "metrics.jsonl") == [1]
     MetricsWriter(tmp_path).close()
+
+
+def test_a_lock_that_was_taken_before_is_the_writers(tmp_path):
+    run_dir = tmp_path / "run"
+    lock = RunLock(run_dir)  # of a folder that is not there
+    assert not run_dir.exists()
+    with MetricsWriter(run_dir, lock=lock) as writer:
+        for step in (1, 2, 3):
+            writer.log(step, {"loss": 1.0})
+        writer.go_back(1)
+        with pytest.raises(UserError, match="another job is writing this run"):
+            RunLock(run_dir)  # held all the time
+        writer.log(2, {"loss": 2.0})
+    assert steps(writer.path) == [1, 2]
+    RunLock(run_dir).close()
+
+
+def _write_on_a_full_disk(run_dir: Path, words: multiprocessing.Queue) -> None:
+    """With a limit of file sizes in the disk's place: it is met in the middle of a record, and lifted later."""
+    import signal
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    writer = MetricsWriter(run_dir)
+    log = setup_logging(run_dir, 0)
+    said = logging.Handler(logging.WARNING)
+    said.emit = lambda record: words.put(record.getMessage())
+    log.addHandler(said)
+    writer.log(1, {"loss": 1.0, "pad": "x" * 100_000})  # what the screen is told, into a file here, is shorter
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (writer.path.stat().st_size + 10, limits[1]))
+    for step in (2, 3):
+        writer.log(step, {"loss": 1.0})
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    writer.log(4, {"loss": 1.0})
+    writer.close()
+    words.put(None)
+
+
+def test_a_full_disk_costs_records_and_not_the_run(tmp_path, capfd):
+    context = multiprocessing.get_context("spawn")
+    words = context.Queue()
+    process = context.Process(target=_write_on_a_full_disk, args=(tmp_path / "run", words))
+    process.start()
+    said = list(iter(lambda: words.get(timeout=60), None))
+    process.join()
+    assert process.exitcode == 0
+    assert [text.partition(": ")[2] for text in said] == [
+        "File too large: records of this run are lost until that is mended; training goes on"
+    ]
+    assert steps(tmp_path / "run" / "metrics.jsonl") == [1, 4]
+    shown = capfd.readouterr().err
+    assert "Traceback" not in shown
+    assert shown.count("rank_0.log: File too large: lines of this log are lost") == 1
+
+
+@pytest.mark.parametrize("what", ["the file", "the folder"])
+def test_records_go_on_where_a_run_was_removed(tmp_path, what, capsys):
+    run_dir = tmp_path / "run"
+    with MetricsWriter(run_dir) as writer:
+        writer.log(1, {"loss": 1.0})
+        setup_logging(tmp_path / "logs", 0)
+        writer.path.unlink() if what == "the file" else shutil.rmtree(run_dir)
+        for step in (2, 3):
+            writer.log(step, {"loss": 1.0})
+        with pytest.raises(UserError, match="another job is writing this run"):
+            RunLock(run_dir)
+    assert steps(writer.path) == [2, 3]
+    assert capsys.readouterr().err.count("was removed in mid-run: its records until now are lost") == 1
+
+
+def test_which_errors_are_the_users(tmp_path):
+    for name in ("ENOSPC", "EFBIG", "EISDIR", "EIO", "ELOOP", "EACCES"):
+        assert cannot_write(OSError(getattr(errno, name), "x"), tmp_path), name
+    assert not cannot_write(OSError(errno.EBADF, "x"), tmp_path)
+    for path, own in ((tmp_path / "metrics.jsonl", True), (os.fsencode(tmp_path / "a"), True), ("/x/gcc", False)):
+        assert cannot_write(FileNotFoundError(errno.ENOENT, "x", path), tmp_path) is own
+    assert not cannot_write(FileNotFoundError(errno.ENOENT, "x"), tmp_path)
 
 
 @pytest.mark.parametrize("name", ["file/run", "n" * 300])

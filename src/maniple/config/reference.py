@@ -117,7 +117,7 @@ def _value(field: FieldInfo) -> str:
             words.append("mapping of keys")
         else:
             limits = [
-                f" {sign} {bound:g}"
+                f" {sign} {_number(bound)}"
                 for limit in field.metadata
                 for name, sign in _LIMITS.items()
                 if (bound := getattr(limit, name, None)) is not None
@@ -130,6 +130,10 @@ def _kinds(annotation: Any) -> tuple[Any, ...]:
     """The alternatives of a union, or the type alone."""
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     return typing.get_args(annotation) if is_union else (annotation,)
+
+
+def _number(bound: float) -> str:
+    return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
 
 
 def _in_yaml(text: str) -> str:

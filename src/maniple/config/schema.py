@@ -6,10 +6,11 @@ layouts, kernels) in `check.py`. Field names are the field's own, and no section
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 
 def _weights_as_text(value: Any) -> Any:
@@ -18,7 +19,33 @@ def _weights_as_text(value: Any) -> Any:
     return [str(item) if isinstance(item, int | float) and not isinstance(item, bool) else item for item in value]
 
 
-Blend = Annotated[list[str], BeforeValidator(_weights_as_text)]  # [0.7, a, 0.3, b]: YAML reads the weights as numbers
+def _nameable[T: (Path, str, list[str], None)](value: T) -> T:
+    """Refuses what no file system takes for a name."""
+    for text in map(str, value if isinstance(value, list) else [value]):
+        if any(ord(letter) < 32 or ord(letter) == 127 for letter in text):
+            raise ValueError(f"{text[:80]!a} holds a control character: write the path without")
+        if any(len(os.fsencode(part)) > _LONGEST_NAME for part in text.split("/")):
+            raise ValueError(f"{text[:20]}... has a name of more than {_LONGEST_NAME} bytes: shorten it")
+    return value
+
+
+# No honest job meets these bounds. What lies beyond them would end later, where no one looks: in an overflow, or a host
+# that is short of memory.
+_MANY = 2**31 - 1
+_STEPS = 2**40
+_RANKS = 2**20
+_TOKENS = 2**24
+_SECONDS = 30 * 24 * 3600
+_MINUTES = 10 * 365 * 24 * 60
+_RATE = 1e3
+_WEIGHT = 1e6
+_LONGEST_NAME = 240  # bytes; file systems take 255, and `.idx` or `.partial` may follow
+
+Folder = Annotated[Path, AfterValidator(_nameable)]
+FolderOrNone = Annotated[Path | None, AfterValidator(_nameable)]
+NameOrNone = Annotated[str | None, AfterValidator(_nameable)]
+# [0.7, a, 0.3, b]: YAML reads the weights as numbers
+Blend = Annotated[list[str], BeforeValidator(_weights_as_text), AfterValidator(_nameable)]
 
 
 class Section(BaseModel):
@@ -31,24 +58,28 @@ class ModelConfig(Section):
     card: str = "deepseek-v3"
     variant: Literal["full", "tiny"] = "full"
     overrides: dict[str, Any] = {}
-    vocab_size_multiple: int = Field(128, ge=1, description="the vocabulary is padded to a multiple of this and of TP")
+    vocab_size_multiple: int = Field(
+        128, ge=1, le=_TOKENS, description="the vocabulary is padded to a multiple of this and of TP"
+    )
 
 
 class ParallelConfig(Section):
     """How the job is cut. Data parallelism is what is left of the world."""
 
-    tensor_parallel_size: int = Field(1, ge=1)
+    tensor_parallel_size: int = Field(1, ge=1, le=_RANKS)
     sequence_parallel: bool | None = Field(None, description="None: on where tensor_parallel_size > 1 (MoE needs it)")
-    pipeline_parallel_size: int = Field(1, ge=1)
-    virtual_pipeline_size: int | None = Field(None, ge=1, description="model chunks a pipeline rank")
+    pipeline_parallel_size: int = Field(1, ge=1, le=_RANKS)
+    virtual_pipeline_size: int | None = Field(None, ge=1, le=_RANKS, description="model chunks a pipeline rank")
     pipeline_layout: str | None = Field(None, description="e.g. `Et|(tt|)*29,tmL`: stages of the pipeline, by layer")
-    context_parallel_size: int = Field(1, ge=1)
-    expert_parallel_size: int = Field(1, ge=1)
-    expert_tensor_parallel_size: int = Field(1, ge=1)
+    context_parallel_size: int = Field(1, ge=1, le=_RANKS)
+    expert_parallel_size: int = Field(1, ge=1, le=_RANKS)
+    expert_tensor_parallel_size: int = Field(1, ge=1, le=_RANKS)
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     distributed_optimizer: bool = True
-    collective_timeout_seconds: float = Field(600.0, gt=0, description="a collective that hangs longer ends the job")
+    collective_timeout_seconds: float = Field(
+        600.0, gt=0, le=_SECONDS, description="a collective that hangs longer ends the job"
+    )
 
 
 class MoEConfig(Section):
@@ -57,9 +88,11 @@ class MoEConfig(Section):
     dispatcher: Literal["auto", "local", "all_to_all"] = Field("auto", description="auto: local where EP x ETP = 1")
     kernels: Literal["auto", "reference"] = Field("auto", description="auto: the registry's best for the device")
     aux_loss_type: Literal["none", "sequence", "micro_batch", "global_batch"] = "sequence"
-    aux_loss_coefficient: float | None = Field(None, ge=0, description="None: the card's own")
-    z_loss_coefficient: float = Field(0.0, ge=0)
-    expert_bias_update_rate: float = Field(1e-3, ge=0, description="step of the aux-free bias, if the card has one")
+    aux_loss_coefficient: float | None = Field(None, ge=0, le=_WEIGHT, description="None: the card's own")
+    z_loss_coefficient: float = Field(0.0, ge=0, le=_WEIGHT)
+    expert_bias_update_rate: float = Field(
+        1e-3, ge=0, le=_RATE, description="step of the aux-free bias, if the card has one"
+    )
 
 
 class PrecisionConfig(Section):
@@ -71,7 +104,9 @@ class PrecisionConfig(Section):
 
 class RecomputeConfig(Section):
     granularity: Literal["none", "full", "selective"] = "none"
-    num_layers: int | None = Field(None, ge=1, description="with full: layers a pipeline stage to recompute; None: all")
+    num_layers: int | None = Field(
+        None, ge=1, le=_RANKS, description="with full: layers a pipeline stage to recompute; None: all"
+    )
     layers: list[int] = Field([], description="with full: these layers only, from 0; MTP depth d is num_layers + d")
     modules: list[str] = Field([], description="with selective: e.g. [core_attn, moe]")
 
@@ -82,18 +117,18 @@ class DataConfig(Section):
     source: Literal["python", "megatron", "synthetic"] = Field(
         "python", description="python: source and documentation of the running Python installation"
     )
-    sequence_length: int = Field(256, ge=2, description="tokens a sample")
+    sequence_length: int = Field(256, ge=2, le=_TOKENS, description="tokens a sample")
     attend_across_documents: bool = Field(
         True, description="false: tokens see their own document only, and no loss crosses its end"
     )
     train: Blend = Field([], description="dataset prefixes, each optionally after a weight: [0.7, a, 0.3, b]")
     validation: Blend = []
     split: str = Field("949,50,1", description="train, validation, test parts of `train` if `validation` is empty")
-    tokenizer: str | None = Field(None, description="tokenizer.json, or a folder that transformers can read")
-    tokenizer_vocab_size: int = Field(4096, ge=300, description="python source: size of the BPE to train")
-    corpus_bytes: int = Field(24_000_000, ge=1, description="python source: bytes of text to read at most")
-    cache_dir: Path | None = Field(None, description="None: `cache/` inside the output folder")
-    num_workers: int = Field(0, ge=0)
+    tokenizer: NameOrNone = Field(None, description="tokenizer.json, or a folder that transformers can read")
+    tokenizer_vocab_size: int = Field(4096, ge=300, le=_TOKENS, description="python source: size of the BPE to train")
+    corpus_bytes: int = Field(24_000_000, ge=1, le=2**40, description="python source: bytes of text to read at most")
+    cache_dir: FolderOrNone = Field(None, description="None: `cache/` inside the output folder")
+    num_workers: int = Field(0, ge=0, le=256)
     on_change: Literal["refuse", "continue"] = Field(
         "refuse",
         description="a resumed run finds other data than its checkpoint's; continue: at the same sample number",
@@ -101,42 +136,49 @@ class DataConfig(Section):
 
 
 class OptimizerConfig(Section):
-    learning_rate: float = Field(3e-4, gt=0)
-    min_learning_rate: float = Field(3e-5, ge=0)
-    warmup_steps: int = Field(20, ge=0)
+    learning_rate: float = Field(3e-4, gt=0, le=_RATE)
+    min_learning_rate: float = Field(3e-5, ge=0, le=_RATE)
+    warmup_steps: int = Field(20, ge=0, le=_STEPS)
     decay_style: Literal["constant", "linear", "cosine", "WSD"] = "cosine"
-    weight_decay: float = Field(0.1, ge=0)
+    weight_decay: float = Field(0.1, ge=0, le=_RATE)
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
-    epsilon: float = Field(1e-8, gt=0)
-    clip_grad: float = Field(1.0, ge=0, description="global gradient norm; 0: no clipping")
+    epsilon: float = Field(1e-8, gt=0, le=1)
+    clip_grad: float = Field(1.0, ge=0, le=1e12, description="global gradient norm; 0: no clipping")
 
 
 class TrainSection(Section):
-    steps: int = Field(100, ge=1)
-    max_minutes: float | None = Field(None, gt=0, description="save and stop after this much wall time")
+    steps: int = Field(100, ge=1, le=_STEPS)
+    max_minutes: float | None = Field(None, gt=0, le=_MINUTES, description="save and stop after this much wall time")
     stop_grace_seconds: float = Field(
-        300.0, gt=0, description="time to finish the step and save after SIGTERM or Ctrl-C, and before Slurm's limit"
+        300.0,
+        gt=0,
+        le=_SECONDS,
+        description="time to finish the step and save after SIGTERM or Ctrl-C, and before Slurm's limit",
     )
-    micro_batch_size: int = Field(1, ge=1, description="sequences a data-parallel rank and forward pass")
-    global_batch_size: int = Field(8, ge=1, description="sequences an optimizer step, over all ranks")
+    micro_batch_size: int = Field(1, ge=1, le=_MANY, description="sequences a data-parallel rank and forward pass")
+    global_batch_size: int = Field(8, ge=1, le=_MANY, description="sequences an optimizer step, over all ranks")
     seed: int = Field(1234, ge=0)
     deterministic: bool = False
-    eval_interval: int = Field(50, ge=0, description="steps between validations; 0: only at the end")
-    eval_batches: int = Field(8, ge=1, description="global batches a validation reads")
-    mtp_loss_coefficient: float = Field(0.1, ge=0)
+    eval_interval: int = Field(50, ge=0, le=_STEPS, description="steps between validations; 0: only at the end")
+    eval_batches: int = Field(8, ge=1, le=_MANY, description="global batches a validation reads")
+    mtp_loss_coefficient: float = Field(0.1, ge=0, le=_WEIGHT)
     device: Literal["auto", "cpu", "gpu"] = "auto"
-    sample_tokens: int = Field(0, ge=0, description="length of the sample generated at the end; 0: none")
+    sample_tokens: int = Field(0, ge=0, le=_TOKENS, description="length of the sample generated at the end; 0: none")
     sample_prompt: str = "def "
 
 
 class CheckpointConfig(Section):
-    save_interval: int = Field(0, ge=0, description="steps; 0: only at the end")
+    save_interval: int = Field(0, ge=0, le=_STEPS, description="steps; 0: only at the end")
     save_at_end: bool = True
     asynchronous: bool = Field(True, description="files are written while training goes on, from a copy in host memory")
-    keep: int | None = Field(None, ge=1, description="so many of the run's checkpoints stay, the newest; None: all")
-    keep_every: int | None = Field(None, ge=1, description="with keep: steps that are multiples of this stay as well")
-    resume: str | None = Field(None, description="a checkpoint folder, or `auto`: the newest whole one of this run")
+    keep: int | None = Field(
+        None, ge=1, le=_MANY, description="so many of the run's checkpoints stay, the newest; None: all"
+    )
+    keep_every: int | None = Field(
+        None, ge=1, le=_STEPS, description="with keep: steps that are multiples of this stay as well"
+    )
+    resume: NameOrNone = Field(None, description="a checkpoint folder, or `auto`: the newest whole one of this run")
     verify_on_load: bool = Field(True, description="all files are compared with their digests before a run resumes")
 
 
@@ -149,16 +191,20 @@ class GuardConfig(Section):
     spike: Literal["off", "warn", "skip", "rollback", "stop"] = Field(
         "warn", description="loss far above the median of the last ones"
     )
-    spike_sigmas: float = Field(8.0, gt=0, description="how far: in robust standard deviations (1.4826 x MAD)")
-    spike_window: int = Field(64, ge=8, description="losses that the median is taken of; as many come before any alarm")
-    max_skips: int = Field(
-        10, ge=0, description="updates left out in a row, or rollbacks in the whole run, before the run stops"
+    spike_sigmas: float = Field(8.0, gt=0, le=1e9, description="how far: in robust standard deviations (1.4826 x MAD)")
+    spike_window: int = Field(
+        64, ge=8, le=2**20, description="losses that the median is taken of; as many come before any alarm"
     )
-    skip_steps: int = Field(0, ge=0, description="with rollback: batches before and after the bad one to leave out too")
+    max_skips: int = Field(
+        10, ge=0, le=_MANY, description="updates left out in a row, or rollbacks in the whole run, before the run stops"
+    )
+    skip_steps: int = Field(
+        0, ge=0, le=_MANY, description="with rollback: batches before and after the bad one to leave out too"
+    )
 
 
 class LogConfig(Section):
-    interval: int = Field(1, ge=1, description="steps between metric records")
+    interval: int = Field(1, ge=1, le=_STEPS, description="steps between metric records")
     tensorboard: bool = True
     figure: bool = Field(True, description="write curves.png at the end")
     progress: bool = True
@@ -167,8 +213,8 @@ class LogConfig(Section):
 class TrainConfig(Section):
     """One training job."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    output_dir: Path = Path("runs")
+    name: str = Field("run", max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    output_dir: Folder = Path("runs")
     model: ModelConfig = ModelConfig()
     parallel: ParallelConfig = ParallelConfig()
     moe: MoEConfig = MoEConfig()

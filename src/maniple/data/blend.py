@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import re
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -20,6 +21,7 @@ import numpy as np
 
 from maniple.errors import UserError
 
+_NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]+)?|[+-]?(nan|inf|infinity)", re.IGNORECASE)
 LONGEST_PERIOD = 1 << 20
 _SHORTEST_ROUNDED_PERIOD = 1 << 10
 _SLOTS_OF_THE_SMALLEST = 50  # rounding then changes the smallest weight by less than 2%
@@ -118,8 +120,5 @@ def _order(slots: list[int]) -> np.ndarray:
 
 
 def number(text: str) -> float | None:
-    """A number as it is written, or None for other text."""
-    try:
-        return float(text)
-    except ValueError:
-        return None
+    """A number as it is written, in plain digits, or None for other text."""
+    return float(text) if _NUMBER.fullmatch(text) else None

@@ -102,11 +102,13 @@ def open_indexed(prefix: str, *, thorough: bool = False) -> IndexedFile:
     or is refused, whatever was done to it.
     """
     idx, data = Path(prefix + ".idx"), Path(prefix + ".bin")
-    missing = [file.name for file in (idx, data) if not file.is_file()]
-    if missing:
-        names = " and ".join(missing)
-        raise UserError(f"dataset {prefix}: {names} not found; mend the prefix, or make it with `maniple data prepare`")
     try:
+        missing = [file.name for file in (idx, data) if not file.is_file()]
+        if missing:
+            names = " and ".join(missing)
+            raise UserError(
+                f"dataset {prefix}: {names} not found; mend the prefix, or make it with `maniple data prepare`"
+            )
         return _open(prefix, idx, data, thorough)
     except OSError as error:
         raise UserError(f"dataset {prefix}: {error.filename or idx}: {error.strerror or error}") from error

@@ -113,7 +113,7 @@ def split_bounds(split: str, num_documents: int) -> list[tuple[int, int]]:
 
     Rounds as Megatron-Core does, so that both cut a dataset at the same documents.
     """
-    parts = [number(part) for part in split.split(",")]
+    parts = [number(part.strip()) for part in split.split(",")]
     if len(parts) != 3 or any(part is None or not (0 <= part < math.inf) for part in parts) or not sum(parts):  # type: ignore[arg-type]
         raise UserError(f"data.split {split!r} must be three numbers such as 949,50,1 (train, validation, test)")
     shares = np.array(parts, np.float64) / sum(parts)  # type: ignore[arg-type]

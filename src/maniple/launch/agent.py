@@ -7,7 +7,8 @@
 - What failed first is found by its own word and time, not by the second at which it was noticed.
 - A failure that a restart cannot mend (a user's mistake) is not repeated.
 - A node that comes to a running job waits until the job fits as many nodes as there are then.
-- SIGTERM, SIGINT and SIGUSR1 give the processes the job's own time to save, and a second signal ends them.
+- SIGTERM, SIGINT and SIGUSR1 give the processes the job's own time to save; a second signal, some seconds later, ends
+  them.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -38,6 +41,7 @@ from maniple.metrics import pulse
 
 _MISTAKE = "UserError"
 _WHOLE_LINES = (_MISTAKE, "Hang")  # kinds whose message is the whole story
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _KILL_SECONDS = 5.0  # a killed process is gone in milliseconds, unless the kernel holds it
 _OTHER_NODE_SECONDS = 1.5  # for the other nodes' agents to say what they saw
 _CAUSE = "maniple/cause"
@@ -176,13 +180,15 @@ class Agent(LocalElasticAgent):
         """Upstream's, with this job's time for an orderly end; a second signal, or a job that has failed, ends it."""
         if self._pcontext is None:
             return
-        if self._worker_group.group_world_size > 1 and self._told() is not None:
-            self._kill()  # they would wait for ranks that are gone
-        try:
-            self._pcontext.close(death_sig, timeout=self._grace)
-        except SignalException:
-            self._kill()
-            raise
+        by_signal = isinstance(sys.exception(), SignalException)
+        with _one_signal_counted_once() if by_signal else nullcontext():
+            if self._worker_group.group_world_size > 1 and self._told() is not None:
+                self._kill()  # they would wait for ranks that are gone
+            try:
+                self._pcontext.close(death_sig, timeout=self._grace)
+            except SignalException:
+                self._kill()
+                raise
 
     def _processes(self) -> dict[int, subprocess.Popen]:
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
@@ -263,6 +269,25 @@ class Agent(LocalElasticAgent):
             return store.get(_CAUSE).decode() if store.check([_CAUSE]) else None
         except Exception:  # the store's host is gone: what happened there is told there
             return None
+
+
+@contextmanager
+def _one_signal_counted_once() -> Iterator[None]:
+    """Inside, a signal that comes at once after the first is taken for the same one; a later one raises as before."""
+    began, former = time.monotonic(), {number: signal.getsignal(number) for number in _SIGNALS}
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        before = former[signal.Signals(number)]
+        if time.monotonic() - began > pulse.SAME_SIGNAL_SECONDS and callable(before):
+            before(number, frame)
+
+    for number in _SIGNALS:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, before in former.items():
+            signal.signal(number, before)
 
 
 def _say(line: str) -> None:

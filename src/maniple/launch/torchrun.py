@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from maniple.errors import UserError
-from maniple.launch.worker import LAUNCHED, RESTARTED
+from maniple.launch.worker import LAUNCHED, LAUNCHER, RESTARTED
 
 if TYPE_CHECKING:
     from maniple.launch.agent import Agent
@@ -154,7 +154,7 @@ def run(launch: Launch, module: str, arguments: Sequence[str]) -> int:
     """
     launch.check()
     print(f"maniple: starting {launch}", file=sys.stderr, flush=True)  # what follows imports torch, which takes seconds
-    os.environ[LAUNCHED] = "1"
+    os.environ[LAUNCHED], os.environ[LAUNCHER] = "1", str(os.getpid())
     os.environ.pop(RESTARTED, None)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // launch.nproc)))
 

@@ -14,6 +14,7 @@ from typing import NoReturn
 from maniple.errors import UserError
 
 LAUNCHED = "MANIPLE_LAUNCHED"  # set for workers that `maniple train` started, not for those of a bare torchrun
+LAUNCHER = "MANIPLE_LAUNCHER"  # the process id of that `maniple train`
 RESTARTED = "MANIPLE_RESTARTED"  # set for workers that `maniple train` started anew, after a failure or for other nodes
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # in the order that `world_size` reads them
 _MEETING = ("MASTER_ADDR", "MASTER_PORT")
@@ -58,8 +59,9 @@ def _number(name: str) -> int:
 
 
 def end_with_launcher() -> None:
-    """Watches `maniple train`, in the background: killed with SIGKILL it cannot end this process, which ends itself."""
-    launcher = os.getppid()
+    """Watches `maniple train`, in the background: killed with SIGKILL it cannot end this process, which ends itself.
+    It may be gone already: what started this process is known by its id, not by who is the parent now."""
+    launcher = int(os.environ[LAUNCHER])
 
     def watch() -> None:
         while os.getppid() == launcher:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 DIRECTORY = "MANIPLE_PULSE_DIR"  # environment: where ranks of this node keep their records; unset: in memory only
 HUNG = 124  # exit code of a rank that ends since the job hangs, as of the `timeout` program
+# A scheduler's signal reaches a process directly and through its launcher: what comes so soon after is the same one.
+SAME_SIGNAL_SECONDS = 3.0
 
 # In the order of a job and a step. What a rank does in one of `LOCAL` it does alone: it waits for no other rank there.
 PHASES = (

@@ -50,14 +50,15 @@ def _plain(value: Any, where: str, nonfinite: dict[str, str]) -> Any:
 
 
 def iter_metrics(path: Path | str) -> Iterator[dict[str, Any]]:
-    """The records of a `metrics.jsonl`, one at a time (a long run's file is large). A line cut short is left out."""
+    """The records of a `metrics.jsonl`, one at a time (a long run's file is large). A line that is none is left out:
+    one that a crash cut short, or one without the number of a step."""
     with open(path, encoding="utf-8", errors="replace") as lines:
         for line in lines:
             try:
                 record = json.loads(line)
-            except ValueError:  # a crash while it was written
+            except (ValueError, RecursionError):
                 continue
-            if isinstance(record, dict):
+            if isinstance(record, dict) and type(record.get("step")) is int:
                 yield record
 
 
@@ -67,12 +68,12 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
 
 
 def drop_after(path: Path, step: int) -> None:
-    """Removes the records of steps past `step` (they are about to be made again), and any line cut short by a crash."""
+    """Removes the records of steps past `step` (they are about to be made again), and any line that is no record."""
     if not path.exists():
         return
     fresh = path.with_name(path.name + ".new")
     with open(fresh, "w", encoding="utf-8") as out:
-        out.writelines(json.dumps(record) + "\n" for record in iter_metrics(path) if record.get("step", 0) <= step)
+        out.writelines(json.dumps(record) + "\n" for record in iter_metrics(path) if record["step"] <= step)
     os.replace(fresh, path)
 
 

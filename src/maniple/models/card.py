@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class _Facts(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class MLA(_Facts):
@@ -89,7 +89,7 @@ class Published(_Facts):
 
 
 class ModelCard(_Facts):
-    name: str
+    name: str = Field(max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     family: str = Field(description="transformers' model_type of the family")
     huggingface: str | None = Field(None, description="hub repository of the reference weights")
     num_layers: int = Field(ge=1)

@@ -84,6 +84,18 @@ def unwrap(chunk: torch.nn.Module) -> GPTModel:
     return chunk
 
 
+def settle(chunks: list) -> None:
+    """Makes the weights whole where an update left their gathering to the next step (`overlap_param_gather`): before
+    anything but a training step reads them. Collective; does nothing without that overlap.
+
+    Upstream's hooks gather in the first forward pass after gradients are zeroed, and in no other: its own loop gathers
+    before it validates and saves (training.py, `force_param_sync`).
+    """
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+
+
 def routers(chunks: list[torch.nn.Module]) -> dict[int, torch.nn.Module]:
     """Routers of this rank by the layer's number in the whole model, from 0; MTP depth d is `num_layers + d`."""
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock

@@ -11,6 +11,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from maniple.config.schema import TrainConfig
 from maniple.engines.megatron.context import gather
+from maniple.engines.megatron.model import settle
 
 
 @torch.no_grad()
@@ -23,6 +24,7 @@ def generate(chunks, prompt: list[int], length: int, vocab_size: int, job: Train
     # a few sizes only, which tensor- and context-parallel sizes divide
     multiple = math.lcm(64, group.size() * math.lcm(2, job.parallel.tensor_parallel_size))
     tokens = list(prompt[:longest]) or [0]
+    settle(chunks)
     generator = torch.Generator().manual_seed(job.train.seed)
     for chunk in chunks:
         chunk.eval()

@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from maniple.config.schema import TrainConfig
 from maniple.engines.megatron import context
 from maniple.engines.megatron.documents import padding
-from maniple.engines.megatron.model import routers, unwrap
+from maniple.engines.megatron.model import routers, settle, unwrap
 from maniple.metrics import pulse
 
 Batch = dict[str, torch.Tensor]
@@ -157,6 +157,7 @@ def apply_update(optimizer, grad_norm: float) -> None:
 @torch.no_grad()
 def evaluate(chunks, batches, job: TrainConfig, device) -> float:
     """Mean loss a token (nats) over `train.eval_batches` global batches; the same on every rank."""
+    settle(chunks)
     for chunk in chunks:
         chunk.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=device)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import logging
 import os
@@ -35,16 +34,11 @@ from maniple.errors import UserError
 from maniple.hardware import lookup, measure_cpu_peak
 from maniple.kernels import registry
 from maniple.metrics import MetricsWriter, TrainProgress, expert_balance, peak_memory_bytes, pulse, setup_logging
+from maniple.metrics.folder import RunLock, cannot_write
 from maniple.models import flops
 from maniple.models.card import ModelCard
 
 log = logging.getLogger("maniple")
-
-# A run's folder that cannot be written is the user's to mend: a full disk, no permission, a file in a folder's place.
-_CANNOT_WRITE = frozenset(
-    getattr(errno, name)
-    for name in ("ENOSPC", "EDQUOT", "EACCES", "EPERM", "EROFS", "ENOTDIR", "EEXIST", "ENAMETOOLONG")
-)
 
 
 def main(
@@ -73,7 +67,7 @@ def main(
         # After a failure it is left alone: to close it would break the connections of ranks that can still say more.
         parallel.stop()
     except OSError as error:
-        if error.errno not in _CANNOT_WRITE:
+        if not cannot_write(error, job.run_dir):
             raise
         raise UserError(
             f"{error.filename or job.run_dir}: {error.strerror}; mend that, or set output_dir, and go on with "
@@ -105,12 +99,28 @@ class Trainer:
             job = job.model_copy(update={"data": job.data.model_copy(update={"tokenizer_vocab_size": card.vocab_size})})
         self.job, self.device = job, device
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        # before anything in the run's folder is touched, which may be another job's
+        self._lock = RunLock(job.run_dir) if self.rank == 0 else None
+        try:
+            self._build(card, restarted=restarted)
+        except BaseException:
+            if self._lock is not None:
+                self._lock.close()
+            raise
+
+    def _build(self, card: ModelCard, *, restarted: bool) -> None:
+        job, device = self.job, self.device
         if job.train.deterministic:
+            os.environ.setdefault(
+                "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+            )  # what cuBLAS needs for it; read at its first use
             torch.use_deterministic_algorithms(True)
         resume = self._begun_from = recovery.starting_point(job, device, restarted=restarted)
         self.source = datasets.prepare_source(job, job.run_dir, self.rank == 0, dist.barrier)
         self.card = _with_vocabulary(card, self.source.tokenizer.vocab_size, trained_here=job.data.source == "python")
         setup_logging(job.run_dir, self.rank)  # makes the run's folder, once nothing of the user's is left to refuse
+        if self._lock is not None:
+            self._lock.take()
         self.train_data, self.validation_data = datasets.build_datasets(
             job,
             self.source,
@@ -128,9 +138,14 @@ class Trainer:
         self.guard = Guard(job.guard)
         if resume is not None:
             self._load(resume)
-        self.writer = self._writer(self.progress.step if resume is not None else None)
-        recovery.begin(job, resumed=resume)
-        self.saver = Saver(job, self.card)
+        self.writer = MetricsWriter(
+            job.run_dir,
+            self.rank,
+            tensorboard=job.log.tensorboard,
+            resumed_step=self.progress.step if resume is not None else None,
+            lock=self._lock,
+        )
+        self.saver = Saver(job, self.card, recovery.begin(job, resumed=resume))
         self.flops_a_token = flops.training_flops_per_token(self.card, job.data.sequence_length)
         self.tokens_timed, self.seconds_timed = 0, 0.0
         self.validation_loss: float | None = None
@@ -230,8 +245,7 @@ class Trainer:
         self._load(folder)
         self.guard.left_out = left_out
         self.guard.leave_out(number, self.progress.step)
-        self.writer.close()
-        self.writer = self._writer(self.progress.step)
+        self.writer.go_back(self.progress.step)
 
     def _leave_out(self, last: int) -> list[Iterator]:
         """Goes past the batches of the steps up to `last` without a step. A step's number is its batch's."""
@@ -250,6 +264,8 @@ class Trainer:
             if warning and self.rank == 0:
                 log.warning("%s", warning)
         log.info("resumed from %s at step %d", folder, self.progress.step)
+        if self.rank == 0 and self.progress.step >= self.job.train.steps:
+            log.warning("train.steps is %d: no step is left; set more to go on", self.job.train.steps)
 
     def _rate(self) -> float:
         return max(group["lr"] for group in self.optimizer.param_groups)
@@ -317,6 +333,7 @@ class Trainer:
 
     def _save(self) -> None:
         pulse.enter(pulse.SAVING)
+        model.settle(self.chunks)
         if (bad := nonfinite.check_weights(self.chunks)) is not None:
             # one that no token has met, an expert's for instance, shows in no loss
             raise UserError(f"step {self.progress.step}: {bad}: it is not saved; go on from the checkpoint before it")
@@ -327,11 +344,6 @@ class Trainer:
             step=self.progress.step,
             samples=self.progress.samples,
             extra={"guard": self.guard.state(), "data": self.data_identity},
-        )
-
-    def _writer(self, resumed_step: int | None) -> MetricsWriter:
-        return MetricsWriter(
-            self.job.run_dir, self.rank, tensorboard=self.job.log.tensorboard, resumed_step=resumed_step
         )
 
     def _training_batches(self) -> list[Iterator]:

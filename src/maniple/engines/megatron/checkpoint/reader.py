@@ -8,11 +8,13 @@ Any layout reads any other's: tensors are stored whole, in parts that say where 
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import (
@@ -26,6 +28,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.overrides import TorchFunctionMode
 
 from maniple.config.schema import TrainConfig
 from maniple.engines.megatron.checkpoint import files
@@ -127,11 +130,30 @@ def load(folder: Path, chunks, optimizer, scheduler, *, card: ModelCard, job: Tr
 def _read(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     """Reads tensors into the places that `wanted` has for them."""
     try:
-        return TorchDistLoadShardedStrategy().load(wanted, folder)
+        with _NoCasts():
+            return TorchDistLoadShardedStrategy().load(wanted, folder)
     except (CheckpointException, CheckpointingException, OSError) as error:
         failures = getattr(error, "failures", {}).values()
         cause = next((failure[0] for failure in failures), error)
-        raise files.damaged(folder, " ".join(str(cause).split())[:200] or type(cause).__name__) from error
+        raise files.damaged(folder, _in_short(cause)) from error
+
+
+class _NoCasts(TorchFunctionMode):
+    """Refuses to fill a tensor from one of another type, which torch does silently: what is stored as another type than
+    the index says was not stored by a save."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.copy_ and args[0].dtype != args[1].dtype:
+            there, wanted = (str(tensor.dtype).removeprefix("torch.") for tensor in (args[1], args[0]))
+            raise TypeError(f"a tensor is stored as {there} where its index says {wanted}")
+        return func(*args, **(kwargs or {}))
+
+
+def _in_short(cause: BaseException) -> str:
+    """The first sentence of what torch says; of a stranger's pickle not its advice to load it without restraint."""
+    if isinstance(cause, pickle.UnpicklingError):
+        return "a tensor cannot be read: it holds something else than numbers"
+    return " ".join(str(cause).split()).partition(". ")[0][:200] or type(cause).__name__
 
 
 def _check_alike(folder: Path, manifest: dict[str, Any], card: ModelCard, job: TrainConfig) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
+from rich.text import Text
 
 from maniple.engines.megatron.checkpoint import files
 from maniple.engines.megatron.checkpoint.index import Index
@@ -35,8 +36,8 @@ def inspect(folder: Path, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(facts, indent=2))
         return
-    console = Console()
-    table = Table(title=str(folder), title_justify="left", show_header=False, box=None)
+    console = Console(markup=False, highlight=False)
+    table = Table(title=Text(str(folder)), title_justify="left", show_header=False, box=None)
     versions = " · ".join(f"{name} {number}" for name, number in facts["versions"].items())
     for name, value in (
         ("model", facts["model"]),
@@ -60,14 +61,14 @@ def inspect(folder: Path, *, as_json: bool) -> None:
 def verify(folder: Path) -> None:
     """Reads every file of a checkpoint, or of all of a run, and compares digests. Raises UserError naming the first
     damage of each damaged one."""
-    is_run = not (folder / files.MANIFEST).is_file() and (folder / "checkpoints").is_dir()
+    is_run = not files.has(folder, files.MANIFEST) and (folder / "checkpoints").is_dir()
     folders = files.all_of(folder) if is_run else [folder]
     if not folders:
         raise UserError(f"no checkpoint in {folder}/checkpoints")
     wrong: list[UserError] = []
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False)
     with Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         *(BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()),
         console=console,
         disable=not console.is_terminal,

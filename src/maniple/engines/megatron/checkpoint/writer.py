@@ -43,6 +43,7 @@ import maniple
 from maniple.config.schema import TrainConfig
 from maniple.engines.megatron.checkpoint import files
 from maniple.engines.megatron.checkpoint import state as checkpoint_state
+from maniple.engines.megatron.model import settle
 from maniple.errors import UserError
 from maniple.models.card import ModelCard
 
@@ -57,10 +58,10 @@ Bucket = tuple[str, list[tuple[WriteItem, io.BytesIO | torch.Tensor]]]
 class Saver:
     """Writes the checkpoints of one run; every rank has one and calls it alike.
 
-    Rank 0 first removes what a killed job of the same run left half-written.
+    Rank 0 first removes what a killed job of the same run left half-written. origin: rank 0's, of what it writes.
     """
 
-    def __init__(self, job: TrainConfig, card: ModelCard) -> None:
+    def __init__(self, job: TrainConfig, card: ModelCard, origin: files.Origin | None = None) -> None:
         self._job, self._card = job, card
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._store = dist.PrefixStore("maniple/checkpoint", dist.distributed_c10d._get_default_store())
@@ -75,8 +76,11 @@ class Saver:
         self._spread = FullyParallelSaveStrategyWrapper(self._plan, group, do_cache_distribution=True)
         self.last: Path | None = None  # the newest that is whole; rank 0's
         self._bytes, self._bytes_written = 0, 0
+        self._origin = origin or files.Origin()
         if self._rank == 0:
             files.clean(job.run_dir)
+            if job.checkpoint.keep is not None:
+                _say_others(files.by_lineage(job.run_dir, self._origin.lineage)[1])
 
     def save(
         self, chunks, optimizer, scheduler, *, step: int, samples: int, extra: dict[str, Any] | None = None
@@ -92,6 +96,7 @@ class Saver:
         if (failure := self._make(partial)) is not None:
             self._fail(failure)
             return
+        settle(chunks)
         state, _ = checkpoint_state.collect(chunks, optimizer, is_loading=False)
         _collect_results_in_this_process()
         dist_checkpointing.save(
@@ -111,6 +116,8 @@ class Saver:
             "step": step,
             "samples": samples,
             "updates": scheduler.num_steps,
+            "job_id": self._origin.job_id,
+            "lineage": self._origin.lineage,
             "saved": time.time(),
             "world_size": self._world,
             "versions": {"maniple": maniple.__version__, "torch": torch.__version__}
@@ -200,7 +207,8 @@ class Saver:
             if failures:
                 rank = min(failures)
                 raise _NotWritten(failures[rank] + (f" (rank {rank})" if self._world > 1 else ""))
-            final = _finish(partial, metadata, reports, manifest)
+            number = files.next_number(self._job.run_dir)
+            final = _finish(partial, metadata, reports, {**manifest, "sequence": number})
             self.last = final
             log.info("saved %s", final)
             self._prune(final)
@@ -217,7 +225,7 @@ class Saver:
         try:
             for gone in files.prune(self._job.run_dir, newest, keep.keep, keep.keep_every):
                 log.info("removed %s", gone)
-        except OSError as error:
+        except (OSError, UserError) as error:
             log.warning("an old checkpoint cannot be removed: %s", _reason(error))
 
     def _write(self, partial: Path, buckets: list[Bucket]) -> dict[str, Any]:
@@ -326,6 +334,16 @@ def _finish(partial: Path, metadata: Metadata, reports: list[dict[str, Any]], ma
         written[path.name] = {"bytes": path.stat().st_size, "sha256": files.file_digest(path)}
     files.write_manifest(partial, {**manifest, "files": written})
     return files.publish(partial)
+
+
+def _say_others(others: list[tuple[Path, dict[str, Any]]]) -> None:
+    if others:
+        one = len(others) == 1
+        log.info(
+            "%d checkpoint%s of another start of this run %s and %s not counted by checkpoint.keep: %s",
+            *(len(others), "" if one else "s", "stays" if one else "stay", "is" if one else "are"),
+            ", ".join(sorted(folder.name for folder, _ in others)),
+        )
 
 
 def _reason(error: BaseException) -> str:

@@ -44,7 +44,8 @@ class AllRanks:
 def distinct_ranks(world_size: int, stages: int) -> tuple[list[int], list[int]]:
     """One rank of each pipeline stage, by stage; and further ranks, of the first, the middle and the last stage."""
     size = world_size // stages  # upstream's order of ranks has the pipeline outermost
-    first = [stage * size + stage * size // stages for stage in range(stages)]
+    # from the first place in the first stage to the last in the last, so that all kinds of places are among them
+    first = [stage * size + stage * (size - 1) // max(1, stages - 1) for stage in range(stages)]
     far = [size - 1, stages // 2 * size + size - 1, (stages - 1) * size]
     return first, sorted(set(far) - set(first))
 

@@ -64,8 +64,8 @@ def check_weights(chunks: list) -> str | None:
     """Which weight is not finite, in words; None if all are. The same on every rank; collective."""
     flag = torch.zeros(1, dtype=torch.int32, device=next(chunks[0].parameters()).device)
     for chunk in chunks:
-        for parameter in chunk.parameters():
-            flag |= ~torch.isfinite(parameter.detach()).all()
+        for tensor in [*chunk.parameters(), *_biases([chunk]).values()]:
+            flag |= ~torch.isfinite(tensor.detach()).all()
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return min(_gathered(_weights(chunks))).text if flag.item() else None
 
@@ -75,7 +75,18 @@ def _weights(chunks: list) -> list[Found]:
         Found(0, stage, place, dist.get_rank(), _words("weight", name, parameter.detach()))
         for stage, place, name, parameter in _parameters(chunks)
         if not _is_finite(parameter.detach())
+    ] + [
+        Found(0, _stage(index), layer, dist.get_rank(), _words("the balancing bias of", f"layer {layer}", bias_E))
+        for index, chunk in enumerate(chunks)
+        for layer, bias_E in _biases([chunk]).items()
+        if not _is_finite(bias_E)
     ]
+
+
+def _biases(chunks: list) -> dict[int, torch.Tensor]:
+    """The routers' balancing biases by layer: no gradient moves them, and no optimizer checks them."""
+    found = {layer: router.expert_bias for layer, router in routers(chunks).items()}
+    return {layer: bias_E for layer, bias_E in found.items() if bias_E is not None}
 
 
 def _gradients(chunks: list) -> list[Found]:

@@ -14,7 +14,7 @@ from maniple.engines.megatron.checkpoint import files as checkpoint_files
 from maniple.engines.megatron.checkpoint import reader
 from maniple.metrics.records import write_json
 
-_BEGUN = "begun.json"  # in the run's folder: when the job was started, restarts not counted
+_BEGUN = "begun.json"  # in the run's folder: which start of the job this is, restarts not counted
 
 
 def starting_point(job: TrainConfig, device: torch.device, *, restarted: bool) -> Path | None:
@@ -23,6 +23,7 @@ def starting_point(job: TrainConfig, device: torch.device, *, restarted: bool) -
     restarted: this process takes the place of one that was there before. If any does, the run goes on from its own
     newest checkpoint, and from what the job names if it has not saved any. A checkpoint that an earlier job of the same
     name left is not its own.
+    Call with the run's lock held: what an earlier job noted is removed.
     """
     flag = torch.tensor(int(restarted), device=device)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)  # a node that has come new does not know
@@ -41,19 +42,26 @@ def newest_of_this_job(job: TrainConfig) -> Path | None:
     if begun[0] is None:
         return None
     found = reader.choose(job.run_dir, "auto", verify=job.checkpoint.verify_on_load)
-    if found is None or checkpoint_files.read_manifest(found)["saved"] < begun[0]:
+    if found is None or checkpoint_files.read_manifest(found).get("job_id") != begun[0].job_id:
         return None
     return found
 
 
-def begin(job: TrainConfig, *, resumed: Path | None) -> None:
-    """Rank 0 notes that the job begins now, unless it has begun before. Call when the run's folder is there."""
-    if dist.get_rank() == 0 and not (job.run_dir / _BEGUN).exists():
-        write_json(job.run_dir / _BEGUN, {"time": time.time(), "from": resumed})
+def begin(job: TrainConfig, *, resumed: Path | None) -> checkpoint_files.Origin | None:
+    """Rank 0 notes that the job begins now, unless it has begun before, and gets what its checkpoints are known by;
+    other ranks get None. Call when the run's folder is there and this job's alone."""
+    if dist.get_rank() != 0:
+        return None
+    if (begun := _begun(job.run_dir)) is None:
+        begun = checkpoint_files.Origin.of_a_start(job.run_dir, resumed)
+        note = {"job_id": begun.job_id, "lineage": begun.lineage, "time": time.time(), "from": resumed}
+        write_json(job.run_dir / _BEGUN, note)
+    return begun
 
 
-def _begun(run_dir: Path) -> float | None:
+def _begun(run_dir: Path) -> checkpoint_files.Origin | None:
     try:
-        return float(json.loads((run_dir / _BEGUN).read_text(encoding="utf-8"))["time"])
+        noted = json.loads((run_dir / _BEGUN).read_text(encoding="utf-8"))
+        return checkpoint_files.Origin(str(noted["job_id"]), str(noted["lineage"]))
     except (OSError, ValueError, KeyError, TypeError):  # it had not come so far
         return None

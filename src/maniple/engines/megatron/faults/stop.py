@@ -14,10 +14,10 @@ import time
 from types import FrameType
 
 from maniple.config.schema import TrainConfig
+from maniple.metrics import pulse
 
 log = logging.getLogger("maniple")
 
-_SAME_SECONDS = 3.0  # a scheduler's signal reaches a worker directly and through its launcher
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # USR1: what Slurm's --signal is asked for by custom
 
 
@@ -56,5 +56,5 @@ class StopRequest:
         if self.signal is None:
             self.signal, self._at = number, now
             log.info("%s: saving at the end of this step, then stopping", signal.Signals(number).name)
-        elif now - self._at > _SAME_SECONDS:
+        elif now - self._at > pulse.SAME_SIGNAL_SECONDS:
             os._exit(128 + number)
