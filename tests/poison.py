@@ -22,3 +22,9 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """|actual - expected| / |expected| in the 2-norm, fp64; NaN anywhere gives NaN, which is under no bound."""
     actual, expected = actual.double(), expected.double()
     return ((actual - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+
+
+def unit_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """As `relative_error`, for results of order 1: where sums cancel to less, relative to numbers of rms 1."""
+    actual, expected = actual.double(), expected.double()
+    return ((actual - expected).norm() / expected.norm().clamp(min=max(expected.numel(), 1) ** 0.5)).item()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.poison import relative_error
+from tests.poison import relative_error, unit_error
 
 from maniple.errors import UserError
 from maniple.kernels.grouped_gemm import grouped_gemm, reference
@@ -68,12 +68,12 @@ def check(sizes, *, bias, scale, bound=1e-6, layout="nk", **shape):
         )
         grads = dict(zip(mine, torch.autograd.grad(out, list(mine.values()), grad_SN), strict=True))
         assert out.dtype == x_SK.dtype
-        assert relative_error(out[:used], expected) <= bound
+        assert unit_error(out[:used], expected) <= bound
         for name, grad in grads.items():
             wanted = theirs[name].grad if theirs[name].grad is not None else torch.zeros_like(theirs[name])
             rows = slice(used) if name in ("x", "scale") else slice(None)
             assert grad.dtype == mine[name].dtype
-            assert relative_error(grad[rows], wanted[rows]) <= bound, name
+            assert unit_error(grad[rows], wanted[rows]) <= bound, name
         for g, size in enumerate(sizes):
             if size == 0:
                 assert (grads["w"][g] == 0).all()
@@ -118,11 +118,11 @@ def check_gathered(sizes, *, bound=1e-6, layout="nk", bias=True, k=5, n=7, tail=
             layout=layout,
         )
         grads = torch.autograd.grad(out, list(mine.values()), grad_SN)
-        assert relative_error(out[:used], expected) <= bound
+        assert unit_error(out[:used], expected) <= bound
         for (name, leaf), grad in zip(theirs.items(), grads, strict=True):
             wanted = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
             rows = slice(used) if name == "scale" else slice(None)
-            assert relative_error(grad[rows], wanted[rows]) <= bound, name
+            assert unit_error(grad[rows], wanted[rows]) <= bound, name
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)

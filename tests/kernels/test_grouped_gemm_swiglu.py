@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.kernels.test_grouped_gemm import SIZES, case, gather, naive
 from tests.kernels.test_swiglu import GPT_OSS
 from tests.kernels.test_swiglu import naive as naive_swiglu
-from tests.poison import relative_error
+from tests.poison import relative_error, unit_error
 
 from maniple.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu, ops, reference
 from maniple.kernels.swiglu import swiglu
@@ -60,11 +60,11 @@ def check(
         )
         grads = torch.autograd.grad(out, list(mine.values()), grad_SF)
         assert (out.dtype, out.shape) == (x_SK.dtype, (slots, f))
-        assert relative_error(out[:used], expected) <= bound
+        assert unit_error(out[:used], expected) <= bound
         for (name, leaf), grad in zip(theirs.items(), grads, strict=True):
             wanted = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
             rows = slice(used) if name == "probs" or (name == "x" and not gathers) else slice(None)
-            assert relative_error(grad[rows], wanted[rows]) <= bound, name
+            assert unit_error(grad[rows], wanted[rows]) <= bound, name
         for g, size in enumerate(sizes):
             assert size or (grads[1][g] == 0).all()
 
