@@ -1,4 +1,4 @@
-"""Sequences cut over ranks: four Gloo processes compute what one does, with every other parallelism beside.
+"""Sequences cut over ranks: four or eight Gloo processes compute what one does, every other parallelism beside.
 
 With documents kept apart, rows hold some documents and end in padding of different lengths, so that ranks have unequal
 numbers of tokens that count. The balance and z losses are on, and the expert bias where the model has one.
@@ -20,16 +20,17 @@ TOLERANCE = 1e-5  # of the largest magnitude in the tensor
 TP2, EP2, EP4 = {"tensor_parallel_size": 2}, {"expert_parallel_size": 2}, {"expert_parallel_size": 4}
 PP2 = {"pipeline_parallel_size": 2}
 WITH_MTP = {**PP2, "pipeline_layout": "Ett|tmL"}
+INTERLEAVED, ETP2 = {**PP2, "pipeline_layout": "Et|t|t|mL"}, {"expert_tensor_parallel_size": 2}
 EVEN = {"num_layers": 2}
 DEEPSEEK, QWEN, GPT_OSS = "deepseek-v3", "qwen3-30b-a3b", "gpt-oss-20b"
 
 
-def case(card: str, size: int, *layouts: dict[str, Any], **others: Any) -> Case:
-    """A job of four processes with context parallelism of that size; the rest of the world is data-parallel."""
+def case(card: str, size: int, *layouts: dict[str, Any], world: int = 4, **others: Any) -> Case:
+    """A job with context parallelism of that size; the rest of the world is data-parallel."""
     parallel = {"context_parallel_size": size}
     for layout in layouts:
         parallel |= layout
-    return Case(card, 4, parallel, micro_batch_size=2, steps=1, **others)
+    return Case(card, world, parallel, micro_batch_size=2, steps=1, **others)
 
 
 CASES = {
@@ -59,6 +60,9 @@ CASES = {
     "gpt-oss-documents-cp2-tp2": case(GPT_OSS, 2, TP2, documents=True),
     "gpt-oss-documents-cp4": case(GPT_OSS, 4, documents=True),
     "qwen-documents-micro-batch": case(QWEN, 2, TP2, aux="micro_batch", documents=True),
+    # everything at once
+    "deepseek-documents-cp2-tp2-pp2-ep4": case(DEEPSEEK, 2, TP2, WITH_MTP, EP4, world=8, documents=True),
+    "deepseek-cp2-tp2-vpp2-ep2-etp2": case(DEEPSEEK, 2, TP2, INTERLEAVED, EP2, ETP2, world=8),
 }
 
 

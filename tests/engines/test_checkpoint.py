@@ -104,7 +104,7 @@ def _weights(trainer) -> dict[str, Any]:
     """Weights and biases of the routers by name, and the optimizer's fp32 weights and moments by number."""
     from maniple.engines.megatron.model import unwrap
 
-    found = {}
+    found: dict[str, Any] = {"guard.losses": torch.tensor(trainer.guard.losses)}
     for number, chunk in enumerate(map(unwrap, trainer.chunks)):
         state = chunk.state_dict().items()
         found |= {f"{number}.{name}": t.clone() for name, t in state if isinstance(t, torch.Tensor)}

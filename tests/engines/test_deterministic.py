@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +21,34 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 VALIDATING = ("experts", "distributed")  # the second run validates after each step, which must change nothing
 
 
-def train(rank: int, world_size: int) -> dict[str, list[dict[str, Any]]]:
-    return {
+def train(rank: int, world_size: int, folder: Path) -> dict[str, list[dict[str, Any]]]:
+    found = {
         name: [_train(parallel), _train(parallel, validates=name in VALIDATING)] for name, parallel in LAYOUTS.items()
     }
+    return found | {"flags": _flags(folder)}
+
+
+def _flags(folder: Path) -> list[dict[str, Any]]:
+    """What the steps of two whole jobs ran under: torch's switch, by whether the job asks for it."""
+    from tests.engines import jobs
+
+    from maniple.engines.megatron import step
+
+    original, flags = step.train_step, []
+
+    def observed(*args, **options):
+        flags.append(torch.are_deterministic_algorithms_enabled())
+        return original(*args, **options)
+
+    step.train_step = observed
+    try:
+        for asked in (False, True):
+            job = jobs.make_job(folder, f"asked-{asked}", train={"steps": 2, "deterministic": asked})
+            jobs.run(job, jobs.tiny_card("deepseek-v3"))
+    finally:
+        step.train_step = original
+        torch.use_deterministic_algorithms(False)
+    return [{"flags": flags, "cublas": os.environ.get("CUBLAS_WORKSPACE_CONFIG")}]
 
 
 def _train(parallel: dict[str, Any], validates: bool = False) -> dict[str, Any]:
@@ -63,8 +89,13 @@ def _train(parallel: dict[str, Any], validates: bool = False) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def runs() -> list[dict[str, list[dict[str, Any]]]]:
-    return run_ranks(train, 2, timeout=400)
+def runs(tmp_path_factory) -> list[dict[str, list[dict[str, Any]]]]:
+    return run_ranks(train, 2, tmp_path_factory.mktemp("jobs"), timeout=400)
+
+
+def test_a_job_that_asks_runs_deterministic_algorithms_and_no_other(runs):
+    for rank in runs:
+        assert rank["flags"] == [{"flags": [False, False, True, True], "cublas": ":4096:8"}]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tests.distributed_utils import run_ranks
 
+from maniple.metrics import read_metrics
 from maniple.models import load_card
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for the processes that do the work
@@ -121,3 +122,52 @@ def test_upstream_sees_moe_layers(reports, name):
     moe = [card.is_moe_layer(layer) for layer in range(card.num_layers + card.num_mtp_layers)]
     assert reports[name]["layers"] == [(True, 8) if kind else (False, None) for kind in moe]
     assert reports[name]["callables"] == [5] * len(moe)
+
+
+# --- jobs with `moe.overlap_exchange`
+
+EXCHANGING: dict[str, dict[str, Any]] = {
+    "no pipeline": {"expert_parallel_size": 2},
+    "interleaved": {"pipeline_parallel_size": 2, "pipeline_layout": "Et|t|t|mL", "expert_parallel_size": 2},
+}
+
+
+def whole_jobs(rank: int, world_size: int, folder) -> None:
+    from tests.engines import jobs
+
+    for name, parallel in EXCHANGING.items():
+        for overlap in (False, True):
+            job = jobs.make_job(
+                folder / name.replace(" ", "-"),
+                "overlapped" if overlap else "plain",
+                parallel=parallel,
+                precision={"dtype": "bf16"},
+                moe={"overlap_exchange": overlap},
+                train={"steps": 3, "global_batch_size": 4 * world_size, "eval_interval": 3},
+            )
+            jobs.run(job, jobs.tiny_card("deepseek-v3", num_layers=3))
+
+
+@pytest.fixture(scope="module")
+def curves(tmp_path_factory) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    folder = tmp_path_factory.mktemp("jobs")
+    run_ranks(whole_jobs, 4, folder, timeout=400)
+    return {
+        name: {
+            kind: read_metrics(folder / name.replace(" ", "-") / kind / "metrics.jsonl")
+            for kind in ("plain", "overlapped")
+        }
+        for name in EXCHANGING
+    }
+
+
+@pytest.mark.parametrize("name", EXCHANGING)
+def test_a_job_that_overlaps_has_the_curve_of_one_that_does_not(curves, name):
+    plain, overlapped = ([r for r in curves[name][kind] if "loss" in r] for kind in ("plain", "overlapped"))
+    assert [r["step"] for r in plain] == [r["step"] for r in overlapped] == [1, 2, 3]
+    for one, other in zip(plain, overlapped, strict=True):
+        for key in ("loss", "mtp_loss", "aux_loss", "grad_norm"):
+            assert other[key] == pytest.approx(one[key], rel=2e-3), key  # the embedding's gradient is rounded once more
+    assert overlapped[0]["expert_counts"] == plain[0]["expert_counts"]
+    assert overlapped[0]["loss"] == plain[0]["loss"]
+    assert any("validation_loss" in r for r in curves[name]["overlapped"])

@@ -47,11 +47,14 @@ def story(tmp_path_factory) -> Story:
         tale.codes["stop"] = life.end()
         tale.said["stop"], tale.saved["stop"] = life.said(), tale.run.saved()
 
-    with tale.run.started("--resume", "auto", "--max-restarts", "2") as life:
+    with tale.run.started("--resume", "auto", "--max-restarts", "3") as life:
         gone = life.hit(0, "saving", 20)  # 3. killed while it saves
         gone = life.wait_for(1, "forward", 22, after=gone.pid)
         with paused(gone.pid):  # so that it has not read all by then
             loader_of(gone.pid).kill()  # 4. what reads for it is killed
+        gone = life.wait_for(1, "forward", 24, after=gone.pid)
+        with paused(loader_of(gone.pid).pid):
+            life.hit(1, "data loading", 24)  # 5. killed while it waits for what is read
         tale.codes["save"] = life.end()
         tale.said["save"] = life.said()
     return tale
@@ -86,10 +89,13 @@ def test_sigterm_saves_and_ends_well(story):
 def test_restarts_mend_what_was_killed(story):
     assert story.codes["save"] == 0, story.said["save"]
     assert re.search(
-        r"rank 0 was ended by signal 9 \(SIGKILL\) in step 20, saving · 2 restarts left", story.said["save"]
+        r"rank 0 was ended by signal 9 \(SIGKILL\) in step 20, saving · 3 restarts left", story.said["save"]
     )
     assert re.search(
-        r"rank 1 failed in step \d+, .*(DataLoader worker|loader process) .* · 1 restart left", story.said["save"]
+        r"rank 1 failed in step \d+, .*(DataLoader worker|loader process) .* · 2 restarts left", story.said["save"]
+    )
+    assert re.search(
+        r"rank 1 was ended by signal 9 \(SIGKILL\) in step \d+, data loading · 1 restart left", story.said["save"]
     )
     assert not list((story.run.run_dir / "checkpoints").glob("*.partial"))
 

@@ -81,6 +81,7 @@ def check(config: TrainConfig, card: ModelCard, world_size: int, *, gpus_per_nod
     _check_sequence(config)
     _check_pipeline(config, card, _check_batch(config, world_size))
     _check_recompute(config, card)
+    _check_exchange(config, card)
     _check_optimizer(config)
 
 
@@ -271,6 +272,26 @@ def _check_recompute(config: TrainConfig, card: ModelCard) -> None:
             raise UserError(f"recompute.layers names layer {wrong[0]} and {card.name}'s are 0 to {last}, MTP last")
         if len(set(recompute.layers)) < len(recompute.layers):
             raise UserError("recompute.layers names a layer twice")
+
+
+def _check_exchange(config: TrainConfig, card: ModelCard) -> None:
+    """What a schedule that cuts layers in pieces cannot do: Megatron-Core's own limits (transformer_config.py), and two
+    of ours: its pieces bypass the hooks that gather parameters, and documents kept apart have not been tried there."""
+    if not config.moe.overlap_exchange:
+        return
+    parallel = config.parallel
+    stages = parallel.pipeline_parallel_size
+    for fits, what in (
+        (parallel.expert_parallel_size > 1, "parallel.expert_parallel_size above 1: there is nothing to exchange"),
+        (config.precision.dtype == "bf16", "precision.dtype=bf16"),
+        (stages == 1 or pipeline_stages(config, card)[1] > 1, "two model chunks or more a pipeline rank"),
+        (config.recompute.granularity != "full", "recompute.granularity none or selective"),
+        (not parallel.overlap_param_gather, "parallel.overlap_param_gather=false"),
+        (config.data.attend_across_documents, "data.attend_across_documents=true"),
+        (card.num_mtp_layers <= 1, f"a model with one MTP layer at most, and {card.name} has {card.num_mtp_layers}"),
+    ):
+        if not fits:
+            raise UserError(f"moe.overlap_exchange needs {what}; or leave it out")
 
 
 def _check_optimizer(config: TrainConfig) -> None:

@@ -87,6 +87,9 @@ class MoEConfig(Section):
 
     dispatcher: Literal["auto", "local", "all_to_all"] = Field("auto", description="auto: local where EP x ETP = 1")
     kernels: Literal["auto", "reference"] = Field("auto", description="auto: the registry's best for the device")
+    overlap_exchange: bool = Field(
+        False, description="one micro-batch's tokens are exchanged while another's backward pass computes"
+    )
     aux_loss_type: Literal["none", "sequence", "micro_batch", "global_batch"] = "sequence"
     aux_loss_coefficient: float | None = Field(None, ge=0, le=_WEIGHT, description="None: the card's own")
     z_loss_coefficient: float = Field(0.0, ge=0, le=_WEIGHT)

@@ -38,13 +38,20 @@ class StepStats:
     hurry: bool  # and was asked by a signal
 
 
-def forward_step(device: torch.device, batches: Iterator[Batch], model: torch.nn.Module):
-    """The forward function that Megatron-Core's schedules call: (per-token losses, how to reduce them)."""
+def forward_step(
+    device: torch.device, batches: Iterator[Batch], model: torch.nn.Module, return_schedule_plan: bool = False
+):
+    """The forward function that Megatron-Core's schedules call: (per-token losses, how to reduce them).
+
+    return_schedule_plan: nothing is computed yet, and a plan of it takes the place of the losses, whose layers the
+    schedule runs beside the backward pass of another micro-batch (`moe.overlap_exchange`).
+    """
     pulse.enter(pulse.DATA)
     batch = {key: value.to(device, non_blocking=True) for key, value in next(batches).items()}
     pulse.enter(pulse.FORWARD)
     documents_BS = batch.get("documents")
-    losses_BS = model(
+    run = model.build_schedule_plan if return_schedule_plan else model
+    losses_BS = run(
         input_ids=batch["tokens"],
         position_ids=batch["position_ids"],
         attention_mask=documents_BS,

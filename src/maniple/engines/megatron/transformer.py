@@ -90,6 +90,7 @@ def transformer_config(card: ModelCard, job: TrainConfig) -> TransformerConfig:
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        overlap_moe_expert_parallel_comm=job.moe.overlap_exchange,
         bf16=precision.dtype == "bf16",
         params_dtype=dtype,
         pipeline_dtype=dtype,

@@ -8,36 +8,22 @@ name.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Literal
 
 import torch
 
-from maniple.kernels import custom_ops, registry
+from maniple.kernels import chips, custom_ops, registry
 from maniple.kernels.grouped_gemm import low_precision, ops, reference
 from maniple.kernels.quantize import QuantizedWeight
 
 __all__ = ["grouped_gemm", "grouped_gemm_swiglu"]
 
 
-def _no_triton() -> str | None:
-    return None if importlib.util.find_spec("triton") else "needs the triton package, and it is not installed"
-
-
-def _no_hopper() -> str | None:
-    if (reason := _no_triton()) is not None:
-        return reason
-    if torch.version.hip or not torch.cuda.is_available():
-        return "needs a Hopper GPU (sm_90)"
-    major, minor = torch.cuda.get_device_capability()
-    return None if (major, minor) == (9, 0) else f"needs a Hopper GPU (sm_90), and this one is sm_{major}{minor}"
-
-
 _triton = registry.LazyModule("maniple.kernels.grouped_gemm.triton")
 _hopper = registry.LazyModule("maniple.kernels.grouped_gemm.hopper")
 for _op in ("grouped_gemm", "grouped_gemm_swiglu"):
     registry.register(_op, "reference", {"bf16"}, registry.ANY_DEVICE, reference)
-    registry.register(_op, "triton", {"bf16"}, {"cuda"}, _triton, preference=1, reason_unavailable=_no_triton)
+    registry.register(_op, "triton", {"bf16"}, {"cuda"}, _triton, preference=1, reason_unavailable=chips.no_triton)
     registry.register(
         _op,
         "hopper",
@@ -45,7 +31,7 @@ for _op in ("grouped_gemm", "grouped_gemm_swiglu"):
         {"cuda"},
         _hopper,
         preference=2,
-        reason_unavailable=_no_hopper,
+        reason_unavailable=chips.no_hopper,
         refuses=lambda *operands: _hopper.refusal(*operands),
     )
 _hopper_swiglu = registry.LazyModule("maniple.kernels.grouped_gemm.hopper_swiglu")
@@ -55,7 +41,7 @@ registry.register(
     {"bf16"},
     {"cuda"},
     _hopper_swiglu,
-    reason_unavailable=_no_hopper,
+    reason_unavailable=chips.no_hopper,
     refuses=lambda *operands: _hopper_swiglu.refusal(*operands),
 )
 

@@ -11,13 +11,12 @@ instructions mxfp8 is emulated: bf16 numbers that mxfp8 has too, multiplied by t
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from maniple.kernels import registry
+from maniple.kernels import chips, registry
 from maniple.kernels.grouped_gemm import low_precision_reference
 from maniple.kernels.grouped_gemm.low_precision_ops import OP, Operand, operators_for, split
 from maniple.kernels.quantize import (
@@ -31,44 +30,19 @@ from maniple.kernels.quantize.formats import RECIPES
 from maniple.kernels.quantize.quantized import FNUZ
 
 
-def _no_triton() -> str | None:
-    return None if importlib.util.find_spec("triton") else "needs the triton package, and it is not installed"
-
-
-def _chip() -> str:
-    """This process's GPU as its compiler calls it: "sm_90", "gfx950"; "" without one."""
-    if not torch.cuda.is_available():
-        return ""
-    if torch.version.hip:
-        return torch.cuda.get_device_properties(0).gcnArchName.split(":")[0]
-    major, minor = torch.cuda.get_device_capability()
-    return f"sm_{major}{minor}"
-
-
-def _not_on(*chips: str, what: str) -> str | None:
-    if (reason := _no_triton()) is not None:
-        return reason
-    chip = _chip()
-    return None if chip in chips else f"needs {what} ({', '.join(chips)}), and this is {chip or 'no GPU'}"
-
-
 def _no_float8() -> str | None:
-    return _not_on("sm_90", "sm_100", "gfx942", "gfx950", what="a GPU that multiplies float8")
+    return chips.not_on("sm_90", "sm_100", "gfx942", "gfx950", what="a GPU that multiplies float8")
 
 
 def _no_block_scales() -> str | None:
-    return _not_on("sm_100", "gfx950", what="block-scaled matrix instructions")
-
-
-def _no_hopper() -> str | None:
-    return _not_on("sm_90", what="a Hopper GPU")
+    return chips.not_on("sm_100", "gfx950", what="block-scaled matrix instructions")
 
 
 def _wrong_encoding(result: torch.dtype, n: int, k: int, dtype: torch.dtype, grad_dtype: torch.dtype) -> str | None:
-    fnuz = _chip() == "gfx942"
+    fnuz = chips.chip() == "gfx942"
     if all((kind in FNUZ) == fnuz for kind in (dtype, grad_dtype)):
         return None
-    return f"multiplies {'FNUZ' if fnuz else 'OCP'} float8 on {_chip()}, not {dtype} and {grad_dtype}"
+    return f"multiplies {'FNUZ' if fnuz else 'OCP'} float8 on {chips.chip()}, not {dtype} and {grad_dtype}"
 
 
 _triton = registry.LazyModule("maniple.kernels.grouped_gemm.low_precision_triton")
@@ -103,7 +77,7 @@ registry.register(
     {"cuda"},
     _hopper,
     preference=3,
-    reason_unavailable=_no_hopper,
+    reason_unavailable=chips.no_hopper,
     refuses=lambda *operands: _hopper.refusal(*operands),
 )
 

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 
-from maniple.kernels import custom_ops, registry
+from maniple.kernels import chips, custom_ops, registry
 from maniple.kernels.quantize import ops, reference
 from maniple.kernels.quantize.formats import RECIPES, ROUNDINGS
 from maniple.kernels.quantize.quantized import FNUZ, OCP, Quantized, Rows, Weight
-
-
-def _no_triton() -> str | None:
-    return None if importlib.util.find_spec("triton") else "needs the triton package, and it is not installed"
-
 
 registry.register("quantize", "reference", RECIPES, registry.ANY_DEVICE, reference)
 registry.register(
@@ -26,7 +20,7 @@ registry.register(
     {"cuda"},
     registry.LazyModule("maniple.kernels.quantize.triton"),
     preference=1,
-    reason_unavailable=_no_triton,
+    reason_unavailable=chips.no_triton,
 )
 
 Rounding = Literal["rceil", "floor"]

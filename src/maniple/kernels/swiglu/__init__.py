@@ -6,24 +6,19 @@ An implementation is an object with the functions of `reference.py`: `forward` a
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Literal
 
 import torch
 
-from maniple.kernels import custom_ops, registry
+from maniple.kernels import chips, custom_ops, registry
 from maniple.kernels.swiglu import reference
 
 __all__ = ["swiglu"]
 
 
-def _no_triton() -> str | None:
-    return None if importlib.util.find_spec("triton") else "needs the triton package, and it is not installed"
-
-
 _triton = registry.LazyModule("maniple.kernels.swiglu.triton")
 registry.register("swiglu", "reference", {"bf16"}, registry.ANY_DEVICE, reference)
-registry.register("swiglu", "triton", {"bf16"}, {"cuda"}, _triton, preference=1, reason_unavailable=_no_triton)
+registry.register("swiglu", "triton", {"bf16"}, {"cuda"}, _triton, preference=1, reason_unavailable=chips.no_triton)
 
 
 def swiglu(
