@@ -22,9 +22,10 @@ demo: env
 	if [ "$$gpus" = 1 ]; then set -- --nproc 1 --set parallel.expert_parallel_size=1; else set -- --nproc 2; fi; \
 	$(PY) -m maniple train configs/demo.yaml "$$@" $(ARGS)
 
-# Two test processes, one file to a process: a file's shared fixtures (a built wheel, a trained run) are made once.
+# Two test processes, one file to a process: a file's shared fixtures (a built wheel, a trained run) are made once. Files run
+# as they come: by number of tests, as xdist would order them, the longest ones would be last and leave a core idle.
 test: env
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile $(ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-fast: env
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m "not slow and not distributed and not gpu" $(ARGS)

@@ -32,8 +32,9 @@ def _flags(folder: Path) -> list[dict[str, Any]]:
     """What the steps of two whole jobs ran under: torch's switch, by whether the job asks for it."""
     from tests.engines import jobs
 
-    from maniple.engines.megatron import step
+    from maniple.engines.megatron import parallel, step
 
+    parallel.stop_groups()  # of the engines before
     original, flags = step.train_step, []
 
     def observed(*args, **options):
