@@ -135,7 +135,7 @@ def test_what_works_is_accepted(world_size, overrides):
         (1, ("precision.recipe=fp8",), "precision.recipe fp8 is not wired into training in this version"),
         (1, ("precision.recipe=mxfp8", "precision.dtype=fp32"), "precision.dtype is fp32"),
         (1, ("moe.overlap_exchange=true",), "overlap_exchange needs parallel.expert_parallel_size above 1"),
-        (2, (ep(2), "moe.overlap_exchange=true", "precision.dtype=fp32"), "overlap_exchange needs precision.dtype=bf16"),
+        (2, (ep(2), "moe.overlap_exchange=true", "precision.dtype=fp32"), "needs precision.dtype=bf16"),
         (4, (ep(2), pp(2), layout("Ett|tmL"), "moe.overlap_exchange=true"), "two model chunks or more a pipeline rank"),
         (2, (ep(2), "moe.overlap_exchange=true", "recompute.granularity=full"), "granularity none or selective"),
         (2, (ep(2), "moe.overlap_exchange=true", "parallel.overlap_param_gather=true"), "overlap_param_gather=false"),
