@@ -171,7 +171,7 @@ def test_every_tile_of_hopper(monkeypatch, tile, recipe, n, k):
         registry.candidates(OP, recipe, "cuda", "hopper")
     except UserError as error:
         pytest.skip(str(error))
-    monkeypatch.setattr(launch, "hopper_fp8_tile", lambda columns, *, bias: tile)
+    monkeypatch.setattr(launch, "hopper_fp8_tile", lambda columns, depth, *, bias: tile)
     wide = [t for t in launch.HOPPER_FP8_WGRAD_TILES if t.columns == tile.columns]
     monkeypatch.setattr(launch, "hopper_fp8_wgrad_tile", lambda columns: wide[0])
     products((recipe, "hopper"), [5, 0, 130, 1, 1700, 64], n, k)
@@ -182,9 +182,9 @@ def test_every_tile_of_hopper(monkeypatch, tile, recipe, n, k):
 def test_quality_at_any_magnitude(implementation, rms, outliers):
     recipe, kernels = implementation
     x_SK, w_G, ends_G, _, _, grad_SN = case([300, 0, 261], 512, 768, rms=rms)
-    if outliers:
+    if outliers:  # in several columns: of two alone one number would decide, whose rounding may be the worst there is
         for tensor in (x_SK, w_G, grad_SN):
-            tensor[..., 3] *= 50
+            tensor[..., 3::64] *= 50
     settings = dict(recipe=recipe, kernels=kernels, dtype=dtype())
     wanted = suite.exact(x_SK, w_G, grad_SN, [300, 0, 261], "nk")
     for got, want in zip(suite.run(x_SK, w_G, ends_G, grad_SN, **settings), wanted, strict=True):

@@ -73,14 +73,23 @@ def test_hopper_rows_with_swiglu(nk, bias, keep, columns):
     check("sm_90a", compile_for("sm_90a", swiglu_rows_kernel, arguments, num_warps=tile.warps))
 
 
+def gradient_descriptor(tile, accumulate):
+    rows = tile.rows // 2
+    return Descriptor("fp32", (1, rows, 64)) if accumulate else Descriptor("bf16", (1, rows, tile.columns))
+
+
+@pytest.mark.parametrize("columns", [128, 4096])
 @pytest.mark.parametrize("accumulate", [False, True], ids=["written", "added"])
-def test_hopper_weight_gradient(accumulate):
-    tile = launch.wgrad_tile("hopper", 2, 4096, accumulates=accumulate)
-    arguments = {"A": "i32", "B": "i32", "out_ptr": "*fp32" if accumulate else "*bf16", "ends_ptr": "*i32"}
+def test_hopper_weight_gradient(accumulate, columns):
+    tile = launch.wgrad_tile("hopper", 2, columns, accumulates=accumulate)
+    arguments = {"A": "i32", "B": "i32", "ends_ptr": "*i32"}
     arguments |= {
         "a_desc": Descriptor("bf16", (tile.depth, tile.rows // 2)),
         "b_desc": Descriptor("bf16", (tile.depth, tile.columns)),
-        "out_desc": Descriptor("bf16", (1, 8, 64) if accumulate else (1, tile.rows // 2, tile.columns)),
+        "out_desc": gradient_descriptor(tile, accumulate),
     }
     arguments |= hopper_constants(tile) | {"GROUPS": ("=", 32), "ACCUMULATE": ("=", accumulate)}
-    check("sm_90a", compile_for("sm_90a", hopper.wgrad_kernel, arguments, num_warps=tile.warps))
+    arguments["BUFFERS"] = ("=", tile.buffers)
+    kernel = compile_for("sm_90a", hopper.wgrad_kernel, arguments, num_warps=tile.warps)
+    check("sm_90a", kernel)
+    assert ("cp.reduce.async.bulk.tensor.3d" in kernel.asm["ptx"]) == accumulate

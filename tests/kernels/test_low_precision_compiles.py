@@ -98,8 +98,8 @@ def test_hopper_rows(tile, block):
 @pytest.mark.parametrize("block", [False, True], ids=["fp8", "fp8_block"])
 def test_hopper_rows_with_bias_and_wide_gradients(block):
     """Their tile; dgrad's scales of the weight are a transposed view."""
-    check_hopper(hopper_rows(launch.hopper_fp8_tile(4096, bias=True), block, bias=True))
-    e5m2 = hopper_rows(launch.hopper_fp8_tile(4096, bias=False), block, element="fp8e5", turned=True)
+    check_hopper(hopper_rows(launch.hopper_fp8_tile(4096, 7168, bias=True), block, bias=True))
+    e5m2 = hopper_rows(launch.hopper_fp8_tile(4096, 7168, bias=False), block, element="fp8e5", turned=True)
     check_hopper_mixed(e5m2)
 
 
@@ -116,7 +116,6 @@ def hopper_rows(tile, block, *, bias=False, element="fp8e4nv", turned=False):
     arguments |= {
         "x_desc": Descriptor(element, (tile.rows // 2, 128)),
         "w_desc": Descriptor("fp8e4nv", (1, tile.columns, 128)),
-        "x_scale_desc": Descriptor("fp32", (tile.rows // 2,)),
         "out_desc": Descriptor("bf16", (tile.rows // 2, 128)),
     }
     arguments |= hopper_constants(tile, BLOCK=block, BIAS=bias, SCALE=bias)
@@ -127,14 +126,14 @@ def hopper_rows(tile, block, *, bias=False, element="fp8e4nv", turned=False):
 @pytest.mark.parametrize("block", [False, True], ids=["fp8", "fp8_block"])
 @pytest.mark.parametrize("accumulate", [False, True], ids=["written", "added"])
 def test_hopper_weight_gradient(tile, block, accumulate):
-    arguments = {"A": "i32", "B": "i32", "out_ptr": "*fp32" if accumulate else "*bf16", "ends_ptr": "*i32"}
+    arguments = {"A": "i32", "B": "i32", "ends_ptr": "*i32"}
     arguments |= {"a_scale_ptr": "*fp32", "b_scale_ptr": "*fp32"}
     arguments |= {
         "a_desc": Descriptor("fp8e4nv", (tile.rows // 2, 128)),
         "b_desc": Descriptor("fp8e4nv", (tile.columns, 128)),
         "a_scale_desc": Descriptor("fp32", (tile.rows // 2,)),
         "b_scale_desc": Descriptor("fp32", (tile.columns,)),
-        "out_desc": Descriptor("bf16", (1, 8, 64) if accumulate else (1, tile.rows // 2, 128)),
+        "out_desc": Descriptor("fp32", (1, 64, 64)) if accumulate else Descriptor("bf16", (1, 64, 128)),
     }
     arguments |= hopper_constants(tile, BLOCK=block, ACCUMULATE=accumulate)
     check_hopper(compile_for("sm_90a", hopper_fp8.wgrad_kernel, arguments, num_warps=tile.warps))

@@ -55,7 +55,8 @@ def check(target: str, kernel, arguments: dict, constants: dict) -> None:
 
 def rows(target: str, recipe: str, form: str, *, emulate: bool = False, gather: bool = False) -> None:
     out, scale = "*bf16" if emulate else "*u8", "*u8" if RECIPES[recipe].e8m0 else "*fp32"
-    arguments = {"x_ptr": "*bf16", "top_ptr": "*i32", "end_ptr": "*i32", "along_ptr": out, "down_ptr": out}
+    arguments = {"x_ptr": "*bf16", "top_ptr": "*i32", "end_ptr": "*i32", "along_ptr": out}
+    arguments |= {"down_ptr": "*bf16" if emulate else "*i32"}
     arguments |= {"source_ptr": "*i32" if gather else ("=", None), "along_scale_ptr": scale, "down_scale_ptr": scale}
     arguments |= {"amax_ptr": ("=", None) if RECIPES[recipe].rows else "*i32", "K": "i32", "P": "i32", "x_row": "i32"}
     arguments |= {"x_col": ("=", 1)}
@@ -68,7 +69,7 @@ def rows(target: str, recipe: str, form: str, *, emulate: bool = False, gather: 
 
 def weight(target: str, recipe: str, form: str, *, emulate: bool = False) -> None:
     arguments = {"w_ptr": "*bf16", "forward_ptr": "*bf16" if emulate else "*u8", "N": "i32", "K": "i32"}
-    arguments |= {"dgrad_ptr": ("=", None) if emulate else "*u8", "w_col": ("=", 1)}
+    arguments |= {"dgrad_ptr": ("=", None) if emulate else "*i32", "w_col": ("=", 1)}
     arguments |= {"scale_ptr": "*u8" if RECIPES[recipe].e8m0 else "*fp32", "w_group": "i32", "w_row": "i32"}
     arguments |= {"amax_ptr": ("=", None) if RECIPES[recipe].weight else "*i32"}
     constants = launch.constants(target, recipe, form, "rceil", weight=True, emulate=emulate)

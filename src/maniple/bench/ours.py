@@ -28,7 +28,8 @@ def ours(op: str, recipe: str, o: Operands, kernels: str | None) -> Iterator[Con
     serves the recipe on the device.
     """
     dtype = float8(recipe, o.device)
-    operands = (o.x_SK, o.w_GNK, "nk") if recipe == "bf16" else (o.x_SK, o.w_GNK, "nk", dtype, dtype)
+    bf16 = o.x_SK, o.w_GNK, "nk"
+    operands = bf16 if recipe == "bf16" else (o.x_SK.dtype, o.shape.n, o.shape.k, dtype, dtype)
     role: Role = "selected"
     for found in candidates(recipe, o.device, kernels):
         if found.name == "reference" and o.device.type == "cuda" and kernels != "reference":

@@ -14,7 +14,18 @@ from rich.table import Table
 from maniple.errors import UserError
 
 Row = dict[str, Any]
-HEADINGS = ("op", "recipe", "implementation", "ms", "TFLOP/s", "GB/s", "of the floor", "over peers", "error", "")
+HEADINGS = (
+    "op",
+    "recipe",
+    "implementation",
+    "ms",
+    "TFLOP/s",
+    "GB/s",
+    "of the floor",
+    "speed over a peer's",
+    "error",
+    "",
+)
 
 
 def create(path: Path) -> IO[str]:
@@ -84,7 +95,7 @@ def cells(row: Row) -> list[str]:
         "" if row["tflops"] is None else f"{row['tflops']:,.0f}" if row["tflops"] >= 10 else f"{row['tflops']:.3f}",
         "" if row["gb_per_s"] is None else f"{row['gb_per_s']:,.0f}",
         "" if row["floor_share"] is None else f"{row['floor_share']:.0%} ({row['floor_of']})",
-        ", ".join(f"{peer} {ratio:.2f}" for peer, ratio in row["ratios"].items()),
+        ", ".join(f"{ratio:.2f} x {peer}" for peer, ratio in row["ratios"].items()),
         "" if row["error"] is None else f"{row['error']:.1e}",
         "; ".join(remarks),
     ]
@@ -117,7 +128,7 @@ def markdown(rows: Iterable[Row]) -> str:
         lines = [
             f"**{title(each[0])}**",
             "",
-            "| op | recipe | implementation | TFLOP/s | GB/s | of the floor | over peers |",
+            "| op | recipe | implementation | TFLOP/s | GB/s | of the floor | speed over a peer's |",
         ]
         lines.append("|---|---|---|---|---|---|---|")
         for row in each:

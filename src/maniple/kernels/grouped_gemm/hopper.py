@@ -8,7 +8,9 @@ that have come, `empty` the warpgroups that are done with it.
 
 A group's last tile of rows is stored through a mask. In a weight gradient the last rows of a group are followed in
 shared memory by those of the next group (or by the undefined tail): the warpgroups overwrite them with zeros before
-they multiply. The functions at the end have the interface of `reference.py`; what this file cannot run, `refusal` says.
+they multiply. What is added to a gradient in fp32 is added in the L2 cache (`hopper_add.py`).
+
+The functions at the end have the interface of `reference.py`; what this file cannot run, `refusal` says.
 """
 
 from __future__ import annotations
@@ -119,30 +121,34 @@ def wgrad(
     accumulate: bool = False,
     splits: list[int] | None = None,
 ) -> torch.Tensor:
-    """As the reference's. An `out` other than contiguous bf16, or fp32 with `accumulate`, is the portable kernel's."""
+    """As the reference's. An `out` that `writes` cannot serve is the portable kernel's."""
     _gathers_nothing(source_S)
-    if out is not None and (not out.is_contiguous() or out.dtype != (torch.float32 if accumulate else torch.bfloat16)):
+    if out is not None and not writes(out, accumulate):
         return portable.wgrad(x_SK, grad_SN, ends_G, layout=layout, out=out, accumulate=accumulate)
     grad_SN = _loadable(grad_SN)
     a_SA, b_SB = (grad_SN, x_SK) if layout == "nk" else (x_SK, grad_SN)
     out = portable.wgrad_result(a_SA, b_SB, len(ends_G), out, accumulate)
     _check({"x": x_SK, "the result's gradient": grad_SN})
     tile = launch.wgrad_tile("hopper", 2, b_SB.shape[1], accumulates=accumulate)
-    # gradients that are added go past shared memory: the descriptor is a small stand-in
-    staged = out if not accumulate else x_SK.new_empty(1, 8, 64)
     wgrad_kernel[(portable.programs(x_SK),)](
         descriptor(a_SA, [tile.depth, tile.rows // 2]),
         descriptor(b_SB, [tile.depth, tile.columns]),
-        descriptor(staged, [1, 8, 64] if accumulate else [1, tile.rows // 2, tile.columns]),
-        out,
+        descriptor(out, [1, tile.rows // 2, 64 if accumulate else tile.columns]),
         ends_G,
         a_SA.shape[1],
         b_SB.shape[1],
         GROUPS=len(ends_G),
         ACCUMULATE=accumulate,
+        BUFFERS=tile.buffers,
         **constants(tile),
     )
     return out
+
+
+def writes(out: torch.Tensor, accumulate: bool) -> bool:
+    """Whether a weight gradient can be written to this tensor, or added to it, through the copy engine."""
+    fits = out.is_contiguous() and portable.no_descriptor("the result", out) is None
+    return fits and out.dtype == (torch.float32 if accumulate else torch.bfloat16)
 
 
 def refusal(
@@ -184,7 +190,8 @@ def _check(operands: dict[str, torch.Tensor]) -> None:
 
 def descriptor(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
     """What the copy engine loads and stores this tensor by, in blocks, swizzled as the matrix instructions want it."""
-    return TensorDescriptor.from_tensor(tensor, block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16))
+    element = gl.float32 if tensor.dtype == torch.float32 else gl.bfloat16
+    return TensorDescriptor.from_tensor(tensor, block, gl.NVMMASharedLayout.get_default_for(block, element))
 
 
 def constants(tile: Tile) -> dict[str, int]:

@@ -1,14 +1,15 @@
 """Grouped GEMM for Hopper in Gluon: float8, warp-specialised, with a scale for each 128 of the contraction.
 
 The roles are `hopper.py`'s: one warp loads, two warpgroups compute and store. A stage also brings the scales of its
-part of the contraction: those of x (in a weight gradient, of both operands) through the copy engine, as one flat vector
-in which neighbouring rows lie side by side, which asks nothing of their number. The weight's, one or two numbers, are
-read while the product runs. The tensor cores keep some 14 bits of a float8 sum: each part, 128 deep, is multiplied by
+part of the contraction. Those of x come in copies of four bytes: groups start at any row, and the copy engine takes no
+vector that starts between multiples of 16 bytes (it stops the kernel with an illegal instruction). In a weight gradient
+both operands' scales lie at such multiples, and the engine brings them. The weight's, one or two numbers, are read
+while the product runs. The tensor cores keep some 14 bits of a float8 sum: each part, 128 deep, is multiplied by
 its scales and added up in fp32, while the other warpgroup's product runs. Tensor scales are multiplied in at the end.
 
 Rows past a group's end are loaded as they lie and not stored; past K the copy engine fills in zeros; groups of a weight
 gradient are padded with zeros. The functions have the interface of `low_precision_reference.py`; what this file cannot
-run, `refusal` says. Compiled, not yet run.
+run, `refusal` says.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from maniple.kernels.grouped_gemm import launch
+from maniple.kernels.grouped_gemm import hopper, launch
 from maniple.kernels.grouped_gemm import low_precision_triton as low_precision
 from maniple.kernels.grouped_gemm import triton as portable
 from maniple.kernels.grouped_gemm.hopper_fp8_kernels import rows_kernel
@@ -56,11 +57,10 @@ def rows(
         return out_SN
     _check({"x": x.data, "w": w.data, "the result": out_SN})
     block = low_precision.recipe_of(x) == "fp8_block"
-    tile = launch.hopper_fp8_tile(n, bias=bias_GN is not None)
+    tile = launch.hopper_fp8_tile(n, k, bias=bias_GN is not None)
     rows_kernel[(portable.programs(x.data),)](
         _descriptor(x.data, [tile.rows // 2, 128]),
         _descriptor(w.data, [1, tile.columns, 128]),
-        _scale_descriptor(x, tile.rows // 2),
         _descriptor(out_SN, [tile.rows // 2, 128]),
         out_SN,
         ends_G,
@@ -94,10 +94,8 @@ def wgrad(
     out: torch.Tensor | None = None,
     accumulate: bool = False,
 ) -> torch.Tensor:
-    """As the reference's. A result other than contiguous bf16, or fp32 with `accumulate`, is the portable kernel's."""
-    dtype = out_dtype if out is None else out.dtype
-    contiguous = out is None or out.is_contiguous()
-    if not contiguous or dtype != (torch.float32 if accumulate else torch.bfloat16):
+    """As the reference's. A result that `hopper.writes` cannot serve is the portable kernel's."""
+    if out_dtype != torch.bfloat16 if out is None else not hopper.writes(out, accumulate):
         return low_precision.wgrad(
             grad, x, padded_ends_G, layout=layout, out_dtype=out_dtype, out=out, accumulate=accumulate
         )
@@ -107,17 +105,12 @@ def wgrad(
         return out if accumulate else out.zero_()
     _check({"x": x.data, "the result's gradient": grad.data})
     tile = launch.hopper_fp8_wgrad_tile(b.data.shape[0])
-    # gradients that are added go past shared memory: the descriptor is a small stand-in
-    staged = out if not accumulate else torch.empty(1, 8, 64, dtype=torch.bfloat16, device=out.device)
-    if not accumulate:
-        _check({"the result": out})
     wgrad_kernel[(portable.programs(x.data),)](
         _descriptor(a.data, [tile.rows // 2, 128]),
         _descriptor(b.data, [tile.columns, 128]),
         _scale_descriptor(a, tile.rows // 2),
         _scale_descriptor(b, tile.columns),
-        _descriptor(staged, [1, 8, 64] if accumulate else [1, tile.rows // 2, 128]),
-        out,
+        _descriptor(out, [1, tile.rows // 2, 64 if accumulate else 128]),
         padded_ends_G,
         a.scales,
         b.scales,
@@ -171,7 +164,7 @@ def _constants(tile: launch.Tile) -> dict[str, int]:
         "ROWS": tile.rows,
         "COLUMNS": tile.columns,
         "STAGES": tile.stages,
-        "BUFFERS": launch.hopper_fp8_buffers(tile),
+        "BUFFERS": tile.buffers,
         "BAND": tile.band,
         "LOADER": _LOADER_REGISTERS,
         "CONSUMER": _CONSUMER_REGISTERS,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -24,8 +25,8 @@ from maniple.kernels.grouped_gemm.hopper_kernels import _place
 def _load_rows(
     x_desc,
     w_desc,
-    x_scale_desc,
     ends_ptr,
+    x_scale_ptr,
     a_smem,
     b_smem,
     scale_smem,
@@ -41,7 +42,8 @@ def _load_rows(
     STAGES: gl.constexpr,
     BAND: gl.constexpr,
 ):
-    BYTES: gl.constexpr = (ROWS + COLUMNS) * 128 + (ROWS * 4 if BLOCK else 0)
+    BYTES: gl.constexpr = (ROWS + COLUMNS) * 128
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     column_tiles = gl.cdiv(N, COLUMNS)
     tile = gl.program_id(0)
     first = 0
@@ -56,20 +58,21 @@ def _load_rows(
             row0 = start + i * ROWS
             row1 = row0 + ROWS // 2
             n0 = j * COLUMNS
+            if BLOCK:
+                rows = row0 + gl.arange(0, ROWS, LANES)
+                inside = rows < end
             for block in range(gl.cdiv(K, 128)):
                 stage = turn % STAGES
                 mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
                 loaded = full.index(stage)
+                if BLOCK:  # before the barrier expects anything, so that it waits for these too
+                    scales = x_scale_ptr + block * x_scale_block + rows
+                    async_copy.async_copy_global_to_shared(scale_smem.index(stage), scales, mask=inside)
+                    async_copy.mbarrier_arrive(loaded)
                 mbarrier.expect(loaded, BYTES)
                 tma.async_copy_global_to_shared(x_desc, [row0, block * 128], loaded, a_smem.index(2 * stage))
                 tma.async_copy_global_to_shared(x_desc, [row1, block * 128], loaded, a_smem.index(2 * stage + 1))
                 tma.async_copy_global_to_shared(w_desc, [g, n0, block * 128], loaded, b_smem.index(stage))
-                if BLOCK:
-                    scales = block * x_scale_block
-                    tma.async_copy_global_to_shared(x_scale_desc, [scales + row0], loaded, scale_smem.index(2 * stage))
-                    tma.async_copy_global_to_shared(
-                        x_scale_desc, [scales + row1], loaded, scale_smem.index(2 * stage + 1)
-                    )
                 turn += 1
             tile += gl.num_programs(0)
         first = last
@@ -175,7 +178,7 @@ def _compute_rows(
                 b = b_smem.index(stage).reshape((COLUMNS, 128))
                 part = warpgroup_mma(a, b.slice(0, 128, dim=0).permute((1, 0)), zero, use_acc=False, is_async=True)
                 if BLOCK:  # scales are read while the product runs
-                    x_scale = scale_smem.index(2 * stage + HALF).load(gl.SliceLayout(1, MMA))
+                    x_scale = scale_smem.index(stage).slice(HALF * 64, 64).load(gl.SliceLayout(1, MMA))
                     scale = x_scale * gl.load(w_scales + block * w_scale_block)
                 part = warpgroup_mma_wait(0, deps=(part,))
                 if not WIDE:
@@ -217,7 +220,6 @@ def _compute_rows(
 def rows_kernel(
     x_desc,
     w_desc,
-    x_scale_desc,
     out_desc,
     out_ptr,
     ends_ptr,
@@ -252,7 +254,7 @@ def rows_kernel(
     # (Gluon's compiler takes neither starred lists nor tuples that are put together)
     a_smem = gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES, ROWS // 2, 128], x_desc.layout)
     b_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 1, COLUMNS, 128], w_desc.layout)
-    scale_smem = gl.allocate_shared_memory(gl.float32, [2 * STAGES, ROWS // 2], x_scale_desc.layout)
+    scale_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     out_smem = gl.allocate_shared_memory(out_desc.dtype, [2 * BUFFERS, ROWS // 2, 128], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -275,7 +277,7 @@ def rows_kernel(
                 GROUPS, BLOCK, BIAS, SCALE, ROWS, COLUMNS, STAGES, BUFFERS, BAND,
             )),
             (_load_rows, (
-                x_desc, w_desc, x_scale_desc, ends_ptr, a_smem, b_smem, scale_smem, full, empty,
+                x_desc, w_desc, ends_ptr, x_scale_ptr, a_smem, b_smem, scale_smem, full, empty,
                 N, K, x_scale_block, GROUPS, BLOCK, ROWS, COLUMNS, STAGES, BAND,
             )),
         ],

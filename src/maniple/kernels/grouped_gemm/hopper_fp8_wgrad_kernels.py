@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from maniple.kernels.grouped_gemm.hopper_add import add_block, halves
 from maniple.kernels.grouped_gemm.hopper_kernels import _place
 
 
@@ -74,33 +75,22 @@ def _load_wgrad(
 
 
 @gluon.jit
-def _add(out_ptr, values, g, a0, b0, A, B, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
-    rows = a0 + gl.arange(0, ROWS, gl.SliceLayout(1, MMA))
-    columns = b0 + gl.arange(0, COLUMNS, gl.SliceLayout(0, MMA))
-    ptrs = out_ptr + (gl.cast(g, gl.int64) * A + rows.to(gl.int64)[:, None]) * B + columns[None, :]
-    inside = (rows < A)[:, None] & (columns < B)[None, :]
-    gl.store(ptrs, gl.convert_layout(values, MMA) + gl.load(ptrs, mask=inside, other=0.0), mask=inside)
-
-
-@gluon.jit
-def _finish_wgrad(acc, out_desc, out_ptr, staged, g, a0, b0, A, B, ACCUMULATE: gl.constexpr, PENDING: gl.constexpr):
+def _finish_wgrad(acc, out_desc, this, other, g, a0, b0, ACCUMULATE: gl.constexpr, PENDING: gl.constexpr):
+    """this, other: room for a block of the result, of which there may be one only. PENDING: 1 if there are two."""
     if ACCUMULATE:
-        # half the columns at a time, so that what is there already finds registers
-        left, right = acc.reshape((64, 2, 64)).permute((0, 2, 1)).split()
-        _add(out_ptr, left, g, a0, b0, A, B, 64, 64)
-        _add(out_ptr, right, g, a0, b0 + 64, A, B, 64, 64)
+        left, right = halves(acc, 128)
+        add_block(out_desc, left, this, g, a0, b0, PENDING)
+        add_block(out_desc, right, other, g, a0, b0 + 64, PENDING)
     else:
         tma.store_wait(PENDING)
-        staged.store(acc.to(out_desc.dtype).reshape((1, 64, 128)))
+        this.store(acc.to(out_desc.dtype).reshape((1, 64, 128)))
         fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [g, a0, b0], staged)
+        tma.async_copy_shared_to_global(out_desc, [g, a0, b0], this)
 
 
 @gluon.jit
 def _compute_wgrad(
     out_desc,
-    out_ptr,
     ends_ptr,
     a_scale_ptr,
     b_scale_ptr,
@@ -166,16 +156,13 @@ def _compute_wgrad(
             left *= scale
             right *= scale
         if start < end or not ACCUMULATE:
-            # fmt: off
-            _finish_wgrad(
-                left, out_desc, out_ptr, out_smem.index(HALF * BUFFERS), g, a0, b0, A, B, ACCUMULATE, BUFFERS - 1
-            )
-            if WIDE:
-                _finish_wgrad(
-                    right, out_desc, out_ptr, out_smem.index(HALF * BUFFERS + BUFFERS - 1), g, a0, b0 + 128, A, B,
-                    ACCUMULATE, BUFFERS - 1,
-                )
-            # fmt: on
+            this = out_smem.index(HALF * BUFFERS)
+            other = out_smem.index(HALF * BUFFERS + BUFFERS - 1)
+            _finish_wgrad(left, out_desc, this, other, g, a0, b0, ACCUMULATE, BUFFERS - 1)
+            if WIDE and ACCUMULATE:
+                _finish_wgrad(right, out_desc, this, other, g, a0, b0 + 128, ACCUMULATE, BUFFERS - 1)
+            elif WIDE:
+                _finish_wgrad(right, out_desc, other, this, g, a0, b0 + 128, ACCUMULATE, BUFFERS - 1)
     tma.store_wait(0)
 
 
@@ -186,7 +173,6 @@ def wgrad_kernel(
     a_scale_desc,
     b_scale_desc,
     out_desc,
-    out_ptr,
     ends_ptr,
     a_scale_ptr,
     b_scale_ptr,
@@ -222,12 +208,12 @@ def wgrad_kernel(
     gl.warp_specialize(
         [
             (_compute_wgrad, (
-                out_desc, out_ptr, ends_ptr, a_scale_ptr, b_scale_ptr, a_smem, b_smem, a_scale_smem, b_scale_smem,
+                out_desc, ends_ptr, a_scale_ptr, b_scale_ptr, a_smem, b_smem, a_scale_smem, b_scale_smem,
                 out_smem, full, empty, A, B, gl.constexpr(0),
                 GROUPS, BLOCK, ACCUMULATE, ROWS, COLUMNS, STAGES, BUFFERS, BAND,
             )),
             (_compute_wgrad, (
-                out_desc, out_ptr, ends_ptr, a_scale_ptr, b_scale_ptr, a_smem, b_smem, a_scale_smem, b_scale_smem,
+                out_desc, ends_ptr, a_scale_ptr, b_scale_ptr, a_smem, b_smem, a_scale_smem, b_scale_smem,
                 out_smem, full, empty, A, B, gl.constexpr(1),
                 GROUPS, BLOCK, ACCUMULATE, ROWS, COLUMNS, STAGES, BUFFERS, BAND,
             )),

@@ -15,6 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from maniple.kernels.grouped_gemm.hopper_add import add_block, halves
+
 
 @gluon.jit
 def _place(number, row_tiles, column_tiles, BAND: gl.constexpr):
@@ -261,19 +263,8 @@ def _zero_from(tile, row, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _add(out_ptr, values, g, a0, b0, A, B, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    rows = a0 + gl.arange(0, ROWS, gl.SliceLayout(1, MMA))
-    columns = b0 + gl.arange(0, COLUMNS, gl.SliceLayout(0, MMA))
-    ptrs = out_ptr + (gl.cast(g, gl.int64) * A + rows.to(gl.int64)[:, None]) * B + columns[None, :]
-    inside = (rows < A)[:, None] & (columns < B)[None, :]
-    gl.store(ptrs, gl.convert_layout(values, MMA) + gl.load(ptrs, mask=inside, other=0.0), mask=inside)
-
-
-@gluon.jit
 def _compute_wgrad(
     out_desc,
-    out_ptr,
     ends_ptr,
     a_smem,
     b_smem,
@@ -290,6 +281,7 @@ def _compute_wgrad(
     COLUMNS: gl.constexpr,
     DEPTH: gl.constexpr,
     STAGES: gl.constexpr,
+    BUFFERS: gl.constexpr,
     BAND: gl.constexpr,
 ):
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -327,12 +319,21 @@ def _compute_wgrad(
         mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1, pred=start < end)
         if ACCUMULATE:
             if start < end:
-                # half the columns at a time, so that what is there already finds registers
-                left, right = acc.reshape((ROWS // 2, 2, COLUMNS // 2)).permute((0, 2, 1)).split()
-                _add(out_ptr, left, g, a0, b0, A, B, ROWS // 2, COLUMNS // 2)
-                _add(out_ptr, right, g, a0, b0 + COLUMNS // 2, A, B, ROWS // 2, COLUMNS // 2)
+                this = out_smem.index(HALF * BUFFERS)
+                other = out_smem.index(HALF * BUFFERS + BUFFERS - 1)
+                left, right = halves(acc, COLUMNS)
+                if COLUMNS == 256:
+                    first, second = halves(left, 128)
+                    third, fourth = halves(right, 128)
+                    add_block(out_desc, first, this, g, a0, b0, BUFFERS - 1)
+                    add_block(out_desc, second, other, g, a0, b0 + 64, BUFFERS - 1)
+                    add_block(out_desc, third, this, g, a0, b0 + 128, BUFFERS - 1)
+                    add_block(out_desc, fourth, other, g, a0, b0 + 192, BUFFERS - 1)
+                else:
+                    add_block(out_desc, left, this, g, a0, b0, BUFFERS - 1)
+                    add_block(out_desc, right, other, g, a0, b0 + 64, BUFFERS - 1)
         else:
-            staged = out_smem.index(HALF)
+            staged = out_smem.index(HALF * BUFFERS)
             tma.store_wait(0)
             staged.store(acc.to(out_desc.dtype).reshape((1, ROWS // 2, COLUMNS)))
             fence_async_shared()
@@ -345,7 +346,6 @@ def wgrad_kernel(
     a_desc,
     b_desc,
     out_desc,
-    out_ptr,
     ends_ptr,
     A,
     B,
@@ -355,6 +355,7 @@ def wgrad_kernel(
     COLUMNS: gl.constexpr,
     DEPTH: gl.constexpr,
     STAGES: gl.constexpr,
+    BUFFERS: gl.constexpr,
     BAND: gl.constexpr,
     LOADER: gl.constexpr,
     CONSUMER: gl.constexpr,
@@ -363,7 +364,7 @@ def wgrad_kernel(
     """`out[g] (+)= a[rows of g]ᵀ @ b[rows of g]`; a `[S, A]`, b `[S, B]` bf16, out `[G, A, B]` bf16 (fp32: added)."""
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [2 * STAGES, DEPTH, ROWS // 2], a_desc.layout)
     b_smem = gl.allocate_shared_memory(b_desc.dtype, [STAGES, DEPTH, COLUMNS], b_desc.layout)
-    out_smem = gl.allocate_shared_memory(out_desc.dtype, [2] + out_desc.block_type.shape, out_desc.layout)  # noqa: RUF005
+    out_smem = gl.allocate_shared_memory(out_desc.dtype, [2 * BUFFERS] + out_desc.block_type.shape, out_desc.layout)  # noqa: RUF005
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     zeroed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -375,14 +376,14 @@ def wgrad_kernel(
     gl.warp_specialize(
         [
             (_compute_wgrad, (
-                out_desc, out_ptr, ends_ptr, a_smem, b_smem, out_smem, full, empty, zeroed, A, B,
+                out_desc, ends_ptr, a_smem, b_smem, out_smem, full, empty, zeroed, A, B,
                 gl.constexpr(0),
-                GROUPS, ACCUMULATE, ROWS, COLUMNS, DEPTH, STAGES, BAND,
+                GROUPS, ACCUMULATE, ROWS, COLUMNS, DEPTH, STAGES, BUFFERS, BAND,
             )),
             (_compute_wgrad, (
-                out_desc, out_ptr, ends_ptr, a_smem, b_smem, out_smem, full, empty, zeroed, A, B,
+                out_desc, ends_ptr, a_smem, b_smem, out_smem, full, empty, zeroed, A, B,
                 gl.constexpr(1),
-                GROUPS, ACCUMULATE, ROWS, COLUMNS, DEPTH, STAGES, BAND,
+                GROUPS, ACCUMULATE, ROWS, COLUMNS, DEPTH, STAGES, BUFFERS, BAND,
             )),
             (_load_wgrad, (
                 a_desc, b_desc, ends_ptr, a_smem, b_smem, full, empty, A, B,

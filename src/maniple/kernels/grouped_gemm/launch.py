@@ -18,7 +18,8 @@ class Tile:
     """One program's part of a result, and how it is computed.
 
     rows x columns of the result; depth: of the contraction, a step; stages: steps that are loaded ahead; band: rows of
-    tiles that programs walk down before they turn to the next columns, so that they share what the L2 cache holds.
+    tiles that programs walk down before they turn to the next columns, so that they share what the L2 cache holds;
+    buffers: parts of the result that a warpgroup of Hopper's kernels has room to write while it goes on.
     """
 
     rows: int
@@ -27,6 +28,7 @@ class Tile:
     stages: int
     warps: int
     band: int
+    buffers: int = 1
 
 
 def rows_tile(target: str, itemsize: int, columns: int) -> Tile:
@@ -46,10 +48,10 @@ def rows_tile(target: str, itemsize: int, columns: int) -> Tile:
 
 
 def wgrad_tile(target: str, itemsize: int, columns: int, *, accumulates: bool = False) -> Tile:
-    """Tile of a group's `[A, B]`; its depth counts rows. `accumulates`: into fp32, whose staging takes more room."""
+    """Tile of a group's `[A, B]`; its depth counts rows. `accumulates`: into fp32, which is staged in other parts."""
     tile = rows_tile(target, itemsize, columns)
     if target == "hopper" and itemsize == 2:
-        return Tile(tile.rows, tile.columns, tile.depth, tile.stages + 1 if accumulates else tile.stages, 4, 4)
+        return replace(tile, stages=min(tile.stages, 4), band=4, buffers=2 if accumulates else 1)
     return tile
 
 
@@ -63,8 +65,10 @@ def swiglu_tile(target: str, itemsize: int, columns: int, *, interleaved: bool =
 
 
 def gather_block(target: str) -> Block:
-    """Tokens and columns of one program that sums gathered rows: a first choice, not measured."""
-    return Block(4, 16, 1) if target == "interpreter" else Block(4, 512, 4)
+    """Tokens and columns of one program that sums gathered rows. Measured on one H200; on AMD a first choice."""
+    if target == "interpreter":
+        return Block(4, 16, 1)
+    return Block(4, 512, 4) if target == "amd" else Block(1, 1024, 4)
 
 
 def no_descriptor(name: str, shape: Sequence[int], strides: Sequence[int], itemsize: int, address: int) -> str | None:
@@ -95,26 +99,23 @@ def low_precision_tile(target: str, recipe: str, *, wgrad: bool = False) -> Tile
 
 
 # Hopper's float8 kernels: two warpgroups, 64 rows each. A tile of 256 columns reads a quarter less from the L2 cache
-# for its work than one of 128; its sums fill the registers, so that a bias finds room in the narrow one only. The first
-# of each is in use, until they have been timed.
-HOPPER_FP8_TILES = (
+# for its work than one of 128; its sums fill the registers, so that a bias finds room in the narrow one only.
+_FP8_NARROW, _FP8_WIDE, _FP8_DEEP = (
     Tile(128, 128, 128, 5, 4, 16),
-    Tile(128, 256, 128, 3, 4, 16),
-    Tile(128, 256, 128, 4, 4, 8),
+    Tile(128, 256, 128, 3, 4, 16, buffers=2),
+    Tile(128, 256, 128, 4, 4, 32),
 )
-HOPPER_FP8_WGRAD_TILES = (Tile(128, 128, 128, 5, 4, 8), Tile(128, 256, 128, 3, 4, 8))
+HOPPER_FP8_TILES = (_FP8_NARROW, _FP8_WIDE, _FP8_DEEP)
+HOPPER_FP8_WGRAD_TILES = (Tile(128, 128, 128, 4, 4, 8, buffers=2), Tile(128, 256, 128, 3, 4, 8, buffers=2))
 
 
-def hopper_fp8_tile(columns: int, *, bias: bool) -> Tile:
-    """Tile of `[S, N]`, of N columns, for Hopper's float8 kernel."""
-    return HOPPER_FP8_TILES[0]
-
-
-def hopper_fp8_buffers(tile: Tile) -> int:
-    """Results of 64 x 128 that a warpgroup has room to write while it goes on: as many as shared memory leaves."""
-    return 2 if tile.columns == 256 and tile.stages < 4 else 1
+def hopper_fp8_tile(columns: int, depth: int, *, bias: bool) -> Tile:
+    """Tile of `[S, N]`, of N columns from K = depth, for Hopper's float8 kernel. Measured on one H200."""
+    if bias or columns <= 128:
+        return _FP8_NARROW
+    return _FP8_DEEP if depth > 4096 else _FP8_WIDE
 
 
 def hopper_fp8_wgrad_tile(columns: int) -> Tile:
-    """Tile of a group's `[A, B]`, of B columns, for Hopper's float8 kernel; its depth counts rows."""
-    return HOPPER_FP8_WGRAD_TILES[0]
+    """Tile of a group's `[A, B]`, of B columns; its depth counts rows. Measured likewise."""
+    return HOPPER_FP8_WGRAD_TILES[columns > 128]

@@ -3,8 +3,8 @@
 As in `triton.py`, a fixed number of programs walks over all tiles of all groups and reads on the device where they are.
 A tensor scale is multiplied in at the end; fp32 block scales are multiplied to each 128-deep part of the sum; E8M0
 scales go into the matrix instruction, on chips that have such. Sums are fp32. The functions have the interface of
-`low_precision_reference.py`. Tensor and fp32 block scales have run under Triton's interpreter; all are compiled for the
-GPUs that have the instructions, and have not yet run on one.
+`low_precision_reference.py`. Tensor and fp32 block scales have run under Triton's interpreter and on an H200; E8M0
+scales are compiled for the GPUs that have the instructions, and have not yet run on one.
 """
 
 from __future__ import annotations

@@ -10,7 +10,9 @@ from typing import Any
 from maniple.kernels.quantize.formats import FORMATS, RECIPES
 
 ROWS = COLUMNS = 128  # of a tile: a multiple of every block, and where groups start in transposed rows
-WARPS = {"nvidia": 16, "amd": 8}  # of a program: 8 numbers that a thread loads at once, four times
+SLAB = 128  # rows of a tile that a program holds at once, a multiple of 32
+WARPS = {"nvidia": 8, "amd": 4}  # of a program: 16 numbers that a thread loads at once, four times
+WARPS_TALL = {"nvidia": 4, "amd": 4}  # of `rows_kernel` with blocks of 128 rows: fewer meet at each maximum
 TILES = 16  # that a program of `tiles_kernel` places
 AMAX_ROWS, AMAX_COLUMNS = 32, 512
 
@@ -51,9 +53,9 @@ def cast(target: str, form: str) -> str:
     return "plain" if form in {"gfx950": ("e4m3fn", "e5m2"), "gfx942": ("e4m3fnuz",)}.get(target, ()) else "none"
 
 
-def warps(target: str) -> int:
-    """Warps of a program, as Triton counts them: of 32 lanes on NVIDIA, of 64 on AMD."""
-    return WARPS["amd" if target.startswith("gfx") else "nvidia"]
+def warps(target: str, *, tall: bool = False) -> int:
+    """Warps of a program, as Triton counts them: of 32 lanes on NVIDIA, of 64 on AMD. Measured on one H200."""
+    return (WARPS_TALL if tall else WARPS)["amd" if target.startswith("gfx") else "nvidia"]
 
 
 def constants(target: str, recipe: str, form: str, rounding: str, *, weight: bool, emulate: bool) -> dict[str, Any]:
@@ -67,5 +69,6 @@ def constants(target: str, recipe: str, form: str, rounding: str, *, weight: boo
         "EMULATE": emulate,
         "ROWS": ROWS,
         "COLUMNS": COLUMNS,
-        "num_warps": warps(target),
+        "SLAB": SLAB,
+        "num_warps": warps(target, tall=RECIPES[recipe].rows == ROWS and not weight),
     }

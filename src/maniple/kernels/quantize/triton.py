@@ -16,7 +16,8 @@ from maniple.kernels.quantize import launch
 from maniple.kernels.quantize.formats import RECIPES
 from maniple.kernels.quantize.quantized import padded_size
 from maniple.kernels.quantize.reference import empty_rows, empty_weight, format_of
-from maniple.kernels.quantize.triton_kernels import amax_kernel, rows_kernel, tiles_kernel, weight_kernel
+from maniple.kernels.quantize.triton_kernels import amax_kernel, rows_kernel, tiles_kernel
+from maniple.kernels.quantize.weight_kernels import weight_kernel
 
 
 def rows(
@@ -41,7 +42,7 @@ def rows(
         ends_G,
         source_S,
         (data_SK.view(torch.uint8), scales_S) if rowwise else None,
-        (data_KP.view(torch.uint8), scales_K) if columnwise else None,
+        (data_KP.view(torch.int32), scales_K) if columnwise else None,  # a multiple of 128 bytes a row
         amax,
         launch.constants(target_of(x_TK), recipe, format_of(dtype).name, rounding, weight=False, emulate=False),
     )
@@ -59,7 +60,7 @@ def weight(
             w_GNK,
             _amax(w_GNK) if whole else None,
             data_GNK.view(torch.uint8),
-            data_GKN.view(torch.uint8) if dgrad else None,
+            data_GKN.view(torch.uint8 if n % 4 else torch.int32) if dgrad else None,
             scales_G,
             n,
             k,

@@ -18,10 +18,33 @@ QUIET_NAN = tl.constexpr(0x7FC00000)
 SMALLEST_SCALE = tl.constexpr(formats.SMALLEST_SCALE)
 
 
+# four float8 of fp32 numbers as the bytes of a word, the first lowest
+FOUR_E4M3 = tl.constexpr(
+    "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
+    "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"
+)
+FOUR_E5M2 = tl.constexpr(
+    "{ .reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, $2, $1; "
+    "cvt.rn.satfinite.e5m2x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"
+)
+
+
 @triton.jit
 def magnitude(x):
-    """Bits of |x|, int32, for fp32 x."""
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    """Bits of |x|: int32 for fp32 x, int16 for bf16."""
+    if x.dtype == tl.bfloat16:
+        return x.to(tl.int16, bitcast=True) & 0x7FFF
+    else:
+        return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def as_fp32(amax, DTYPE: tl.constexpr):
+    """Bits of fp32, int32, for those of a magnitude in DTYPE."""
+    if DTYPE.primitive_bitwidth == 16:
+        return amax.to(tl.int32) << 16
+    else:
+        return amax
 
 
 @triton.jit
@@ -81,9 +104,12 @@ def to_bytes(v, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
 @triton.jit
 def rounded(x, scale, inverse, FORMAT: tl.constexpr, CAST: tl.constexpr, EMULATE: tl.constexpr):
     """float8 bytes of x, or, to emulate, the fp32 values that they and the scale stand for. All broadcast."""
-    v = x * inverse
-    if CAST == "saturating":
-        return to_bytes(v, FORMAT, True)
+    v = x.to(tl.float32) * inverse
+    if (
+        CAST == "saturating"
+    ):  # (some are wrong on sm_90 that Triton's own cast takes out of its words: seen with Triton 3.6)
+        FOUR: tl.constexpr = FOUR_E5M2 if FORMAT.name == "e5m2" else FOUR_E4M3
+        return tl.inline_asm_elementwise(FOUR, "=r,f,f,f,f", [v], dtype=tl.uint8, is_pure=True, pack=4)
     v = tl.minimum(tl.maximum(v, -FORMAT.largest), FORMAT.largest)  # no NaN is left of these
     if EMULATE:
         return on_grid(v, FORMAT) * scale
@@ -93,22 +119,8 @@ def rounded(x, scale, inverse, FORMAT: tl.constexpr, CAST: tl.constexpr, EMULATE
 
 
 @triton.jit
-def four_rows(base, row, end, column, C, row_stride, column_stride, source_ptr):
-    """fp32 `[R / 4, C, 4]`: rows `4 * row + i` for i in 0..3 and given columns, zero where there are none.
-
-    A thread that reads some columns of one of them so holds those of all four: blocks down the rows are reduced without
-    others in part, and what is stored turned comes in fours of bytes.
-    """
-    a = one_of_four(base, row, end, column, C, row_stride, column_stride, source_ptr)
-    b = one_of_four(base, row + 1, end, column, C, row_stride, column_stride, source_ptr)
-    c = one_of_four(base, row + 2, end, column, C, row_stride, column_stride, source_ptr)
-    d = one_of_four(base, row + 3, end, column, C, row_stride, column_stride, source_ptr)
-    four = tl.join(tl.join(a, c), tl.join(b, d))
-    return four.reshape(row.shape[0], column.shape[0], 4).to(tl.float32)
-
-
-@triton.jit
 def one_of_four(base, row, end, column, C, row_stride, column_stride, source_ptr):
+    """`[R / 4, C']`: given rows (every fourth, in use) and columns, zero where there are none."""
     inside = row < end
     source = row
     if source_ptr is not None:
@@ -118,15 +130,66 @@ def one_of_four(base, row, end, column, C, row_stride, column_stride, source_ptr
 
 
 @triton.jit
-def as_rows(four):
-    """`[R / 4, C, 4]` as `[R, C]`."""
-    return four.permute(0, 2, 1).reshape(four.shape[0] * 4, four.shape[1])
+def four_rows(base, row, end, column, C, row_stride, column_stride, source_ptr):
+    """Rows `row + i` for i in 0..3, each as `one_of_four`: a thread that holds some columns of one has those of all.
+
+    So what is stored along the rows goes as it was read, and what is stored turned comes in words of four bytes.
+    """
+    a = one_of_four(base, row, end, column, C, row_stride, column_stride, source_ptr)
+    b = one_of_four(base, row + 1, end, column, C, row_stride, column_stride, source_ptr)
+    c = one_of_four(base, row + 2, end, column, C, row_stride, column_stride, source_ptr)
+    d = one_of_four(base, row + 3, end, column, C, row_stride, column_stride, source_ptr)
+    return a, b, c, d
 
 
 @triton.jit
-def as_columns(four):
-    """`[R / 4, C, 4]` as `[C, R]`."""
-    return four.permute(1, 0, 2).reshape(four.shape[1], four.shape[0] * 4)
+def largest_of_four(x):
+    """Bits of the largest magnitude in each place of four tensors."""
+    return tl.maximum(
+        tl.maximum(magnitude(x[0]), magnitude(x[1])),
+        tl.maximum(magnitude(x[2]), magnitude(x[3])),
+    )
+
+
+@triton.jit
+def store_turned(ptr, x, scale, inverse, column, C, first, R, FORMAT: tl.constexpr, CAST: tl.constexpr):
+    """float8 of four rows `[R' / 4, C']`, from row `first` on, to columns of a `[C, R]`: words, if ptr is to them."""
+    inside = (column < C)[:, None]
+    place = column.to(tl.int64)[:, None]
+    quarter = tl.arange(0, x[0].shape[0])  # (that neighbouring words follow each other is seen in this form alone)
+    if ptr.dtype.element_ty.primitive_bitwidth == 32:
+        if CAST == "saturating":
+            FOUR: tl.constexpr = FOUR_E5M2 if FORMAT.name == "e5m2" else FOUR_E4M3
+            a = x[0].to(tl.float32) * inverse
+            b = x[1].to(tl.float32) * inverse
+            c = x[2].to(tl.float32) * inverse
+            d = x[3].to(tl.float32) * inverse
+            word = tl.inline_asm_elementwise(FOUR, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
+        else:
+            low = rounded(x[0], scale, inverse, FORMAT, CAST, False).to(tl.uint32)
+            low |= rounded(x[1], scale, inverse, FORMAT, CAST, False).to(tl.uint32) << 8
+            high = rounded(x[2], scale, inverse, FORMAT, CAST, False).to(tl.uint32)
+            high |= rounded(x[3], scale, inverse, FORMAT, CAST, False).to(tl.uint32) << 8
+            word = (low | (high << 16)).to(tl.int32, bitcast=True)
+        fours = first // 4 + quarter
+        tl.store(ptr + place * (R // 4) + fours[None, :], tl.trans(word), mask=inside & (fours < R // 4)[None, :])
+    else:
+        for i in tl.static_range(4):
+            row = first + quarter * 4 + i
+            bytes = rounded(x[i], scale, inverse, FORMAT, CAST, False)
+            tl.store(ptr + place * R + row[None, :], tl.trans(bytes), mask=inside & (row < R)[None, :])
+
+
+@triton.jit
+def store_rows(
+    ptr, x, scale, inverse, row, end, column, C, FORMAT: tl.constexpr, CAST: tl.constexpr, EMULATE: tl.constexpr
+):
+    """Four rows, `row + i`, as they lie in `[R, C]`: float8, or, to emulate, their values."""
+    for i in tl.static_range(4):
+        out = rounded(x[i], scale, inverse, FORMAT, CAST, EMULATE)
+        place = (row + i).to(tl.int64)[:, None] * C + column[None, :]
+        inside = (row + i < end)[:, None] & (column < C)[None, :]
+        tl.store(ptr + place, out.to(ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -222,17 +285,22 @@ def rows_kernel(
     EMULATE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    SLAB: tl.constexpr,
 ):
-    """One tile of one group: read once, quantized along K (`along`, `[S, K]`) and along rows (`down`, `[K, P]`).
+    """One tile of one group, quantized along K (`along`, `[S, K]`) and along rows (`down`, `[K, P]`).
 
     Either pointer may be None. To emulate, both are `[S, K]` of values, and there are no scales. BLOCK 0: one scale for
     all, of amax, which the first program writes.
     """
     column_tiles = tl.cdiv(K, COLUMNS)
     first = tl.program_id(0) // column_tiles * ROWS
-    column = tl.program_id(0) % column_tiles * COLUMNS + tl.arange(0, COLUMNS)
+    column_tile = tl.program_id(0) % column_tiles
+    column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     top = tl.load(top_ptr + first // ROWS)
     end = tl.load(end_ptr + first // ROWS)
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    BITS: tl.constexpr = tl.int16 if DTYPE.primitive_bitwidth == 16 else tl.int32  # of a magnitude
+    TALL: tl.constexpr = BLOCK > SLAB  # blocks down the rows are known when all slabs have been seen
 
     if BLOCK == 0:
         stored, scale, inverse = scale_of(tl.load(amax_ptr + tl.arange(0, 1)), BLOCK, E8M0, FORMAT, ROUNDING)
@@ -241,108 +309,112 @@ def rows_kernel(
                 tl.store(along_scale_ptr + tl.arange(0, 1), stored)
             if down_ptr is not None:
                 tl.store(down_scale_ptr + tl.arange(0, 1), stored)
+        scale = scale[:, None]
+        inverse = inverse[:, None]
 
     if top < end:
-        fours = top + tl.arange(0, ROWS // 4) * 4
-        x = four_rows(x_ptr, fours, end, column, K, x_row, x_col, source_ptr)
-        row = top + tl.arange(0, ROWS)
-        inside = row < end
-        mask = inside[:, None] & (column < K)[None, :]
-        place = row.to(tl.int64)[:, None] * K + column[None, :]
+        if TALL:
+            seen = tl.zeros((SLAB // 4, COLUMNS), BITS)
+        for slab in range(0, ROWS, SLAB):
+            fours = slab + tl.arange(0, SLAB // 4) * 4
+            x = four_rows(x_ptr, top + fours, end, column, K, x_row, x_col, source_ptr)
 
-        if along_ptr is not None:
-            if BLOCK == 0:
-                along = rounded(x, scale[:, None, None], inverse[:, None, None], FORMAT, CAST, EMULATE)
-            else:
-                x4 = x.reshape(ROWS // 4, COLUMNS // BLOCK, BLOCK, 4)
-                a_stored, a_scale, a_inverse = scale_of(tl.max(magnitude(x4), 2), BLOCK, E8M0, FORMAT, ROUNDING)
-                along = rounded(x4, a_scale[:, :, None, :], a_inverse[:, :, None, :], FORMAT, CAST, EMULATE)
-                along = along.reshape(ROWS // 4, COLUMNS, 4)
-                if not EMULATE:
-                    block = tl.program_id(0) % column_tiles * (COLUMNS // BLOCK) + tl.arange(0, COLUMNS // BLOCK)
-                    scale_place = row.to(tl.int64)[:, None] * along_scale_row + block[None, :] * along_scale_col
-                    scale_mask = inside[:, None] & (block < tl.cdiv(K, BLOCK))[None, :]
-                    tl.store(along_scale_ptr + scale_place, as_rows(a_stored), mask=scale_mask)
-            tl.store(along_ptr + place, as_rows(along).to(along_ptr.dtype.element_ty), mask=mask)
+            if along_ptr is not None:
+                for i in tl.static_range(4):
+                    row = top + fours + i
+                    if BLOCK == 0:
+                        along = rounded(x[i], scale, inverse, FORMAT, CAST, EMULATE)
+                    else:
+                        blocks = x[i].reshape(SLAB // 4, COLUMNS // BLOCK, BLOCK)
+                        amax = as_fp32(tl.max(magnitude(blocks), 2), DTYPE)
+                        a_stored, a_scale, a_inverse = scale_of(amax, BLOCK, E8M0, FORMAT, ROUNDING)
+                        along = rounded(blocks, a_scale[:, :, None], a_inverse[:, :, None], FORMAT, CAST, EMULATE)
+                        along = along.reshape(SLAB // 4, COLUMNS)
+                        if not EMULATE:
+                            block = column_tile * (COLUMNS // BLOCK) + tl.arange(0, COLUMNS // BLOCK)
+                            place = row.to(tl.int64)[:, None] * along_scale_row + block[None, :] * along_scale_col
+                            inside = (row < end)[:, None] & (block < tl.cdiv(K, BLOCK))[None, :]
+                            tl.store(along_scale_ptr + place, a_stored, mask=inside)
+                    place = row.to(tl.int64)[:, None] * K + column[None, :]
+                    inside = (row < end)[:, None] & (column < K)[None, :]
+                    tl.store(along_ptr + place, along.to(along_ptr.dtype.element_ty), mask=inside)
 
-        if down_ptr is not None:
-            if BLOCK == 0:
-                down = rounded(x, scale[:, None, None], inverse[:, None, None], FORMAT, CAST, EMULATE)
-            else:
-                x4 = x.reshape(ROWS // BLOCK, BLOCK // 4, COLUMNS, 4)
-                amax = tl.max(tl.max(magnitude(x4), 3), 1)
-                d_stored, d_scale, d_inverse = scale_of(amax, BLOCK, E8M0, FORMAT, ROUNDING)
-                down = rounded(x4, d_scale[:, None, :, None], d_inverse[:, None, :, None], FORMAT, CAST, EMULATE)
-                down = down.reshape(ROWS // 4, COLUMNS, 4)
-                if not EMULATE:
-                    block = first // BLOCK + tl.arange(0, ROWS // BLOCK)
-                    scale_place = column.to(tl.int64)[None, :] * down_scale_row + block[:, None] * down_scale_col
-                    tl.store(down_scale_ptr + scale_place, d_stored, mask=(column < K)[None, :])
-            if EMULATE:
-                tl.store(down_ptr + place, as_rows(down).to(down_ptr.dtype.element_ty), mask=mask)
-            else:
-                # the padding too: x is zero there
-                turned = column.to(tl.int64)[:, None] * P + (first + tl.arange(0, ROWS))[None, :]
-                tl.store(down_ptr + turned, as_columns(down), mask=(column < K)[:, None])
+            if down_ptr is not None:
+                if TALL:
+                    seen = tl.maximum(seen, largest_of_four(x))
+                elif BLOCK == 0:
+                    store_down(
+                        down_ptr, x, scale, inverse, column, K, top, slab, fours, end, first, P, FORMAT, CAST, EMULATE
+                    )
+                else:
+                    amax = as_fp32(tl.max(largest_of_four(x).reshape(SLAB // BLOCK, BLOCK // 4, COLUMNS), 1), DTYPE)
+                    d_stored, d_scale, d_inverse = scale_of(amax, BLOCK, E8M0, FORMAT, ROUNDING)
+                    if not EMULATE:
+                        block = (first + slab) // BLOCK + tl.arange(0, SLAB // BLOCK)
+                        place = column.to(tl.int64)[None, :] * down_scale_row + block[:, None] * down_scale_col
+                        tl.store(down_scale_ptr + place, d_stored, mask=(column < K)[None, :])
+                    d_scale = over_block(d_scale, BLOCK // 4)
+                    d_inverse = over_block(d_inverse, BLOCK // 4)
+                    store_down(
+                        down_ptr,
+                        x,
+                        d_scale,
+                        d_inverse,
+                        column,
+                        K,
+                        top,
+                        slab,
+                        fours,
+                        end,
+                        first,
+                        P,
+                        FORMAT,
+                        CAST,
+                        EMULATE,
+                    )
+
+        if TALL and down_ptr is not None:
+            stored, scale, inverse = scale_of(as_fp32(tl.max(seen, 0), DTYPE), BLOCK, E8M0, FORMAT, ROUNDING)
+            place = column.to(tl.int64) * down_scale_row + first // BLOCK * down_scale_col
+            tl.store(down_scale_ptr + place, stored, mask=column < K)
+            scale = scale[None, :]
+            inverse = inverse[None, :]
+            for slab in range(0, ROWS, SLAB):  # read again, out of a cache
+                fours = slab + tl.arange(0, SLAB // 4) * 4
+                x = four_rows(x_ptr, top + fours, end, column, K, x_row, x_col, source_ptr)
+                store_down(
+                    down_ptr, x, scale, inverse, column, K, top, slab, fours, end, first, P, FORMAT, CAST, EMULATE
+                )
 
 
 @triton.jit
-def weight_kernel(
-    w_ptr,
-    amax_ptr,
-    forward_ptr,
-    dgrad_ptr,
-    scale_ptr,
-    N,
+def over_block(scale, ROWS: tl.constexpr):
+    """`[B, C]` as `[B * ROWS, C]`: each for its block's rows."""
+    return tl.broadcast_to(scale[:, None, :], (scale.shape[0], ROWS, scale.shape[1])).reshape(
+        scale.shape[0] * ROWS, scale.shape[1]
+    )
+
+
+@triton.jit
+def store_down(
+    down_ptr,
+    x,
+    scale,
+    inverse,
+    column,
     K,
-    w_group,
-    w_row,
-    w_col,
-    BLOCK: tl.constexpr,
-    E8M0: tl.constexpr,
+    top,
+    slab,
+    fours,
+    end,
+    first,
+    P,
     FORMAT: tl.constexpr,
-    ROUNDING: tl.constexpr,
     CAST: tl.constexpr,
     EMULATE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
-    """One tile of `w[g]`: read once, quantized once in squares of BLOCK, written as it lies and (unless None) turned.
-
-    forward `[G, N, K]`, dgrad `[G, K, N]`, scales `[G, ceil(N / BLOCK), ceil(K / BLOCK)]`. BLOCK 0: one scale a
-    matrix, of its amax. To emulate, forward has values in place of bytes, and there are no scales.
-    """
-    column_tiles = tl.cdiv(K, COLUMNS)
-    row_tiles = tl.cdiv(N, ROWS)
-    g = tl.program_id(0) // (row_tiles * column_tiles)
-    row_tile = tl.program_id(0) // column_tiles % row_tiles
-    column_tile = tl.program_id(0) % column_tiles
-    row = row_tile * ROWS + tl.arange(0, ROWS)
-    column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
-    fours = row_tile * ROWS + tl.arange(0, ROWS // 4) * 4
-    w = four_rows(w_ptr + g.to(tl.int64) * w_group, fours, N, column, K, w_row, w_col, None)
-    if BLOCK == 0:
-        stored, scale, inverse = scale_of(tl.load(amax_ptr + g + tl.arange(0, 1)), BLOCK, E8M0, FORMAT, ROUNDING)
-        out = rounded(w, scale[:, None, None], inverse[:, None, None], FORMAT, CAST, EMULATE)
-        if row_tile + column_tile == 0:
-            tl.store(scale_ptr + g + tl.arange(0, 1), stored)
+    """Four rows with scales that broadcast: turned, the padding (which is zero) too; or, to emulate, as they lie."""
+    if EMULATE:
+        store_rows(down_ptr, x, scale, inverse, top + fours, end, column, K, FORMAT, CAST, EMULATE)
     else:
-        w5 = w.reshape(ROWS // BLOCK, BLOCK // 4, COLUMNS // BLOCK, BLOCK, 4)
-        amax = tl.max(tl.max(tl.max(magnitude(w5), 4), 3), 1)
-        stored, scale, inverse = scale_of(amax, BLOCK, E8M0, FORMAT, ROUNDING)
-        scale, inverse = scale[:, None, :, None, None], inverse[:, None, :, None, None]
-        out = rounded(w5, scale, inverse, FORMAT, CAST, EMULATE).reshape(ROWS // 4, COLUMNS, 4)
-        if not EMULATE:
-            down = row_tile * (ROWS // BLOCK) + tl.arange(0, ROWS // BLOCK)
-            across = column_tile * (COLUMNS // BLOCK) + tl.arange(0, COLUMNS // BLOCK)
-            tall = tl.cdiv(N, BLOCK)
-            wide = tl.cdiv(K, BLOCK)
-            place = (g.to(tl.int64) * tall + down[:, None]) * wide + across[None, :]
-            tl.store(scale_ptr + place, stored, mask=(down < tall)[:, None] & (across < wide)[None, :])
-    begin = g.to(tl.int64) * N * K
-    place = begin + row.to(tl.int64)[:, None] * K + column[None, :]
-    mask = (row < N)[:, None] & (column < K)[None, :]
-    tl.store(forward_ptr + place, as_rows(out).to(forward_ptr.dtype.element_ty), mask=mask)
-    if dgrad_ptr is not None:
-        turned = begin + column.to(tl.int64)[:, None] * N + row[None, :]
-        tl.store(dgrad_ptr + turned, as_columns(out), mask=(column < K)[:, None] & (row < N)[None, :])
+        store_turned(down_ptr, x, scale, inverse, column, K, first + slab, P, FORMAT, CAST)
