@@ -209,6 +209,20 @@ def test_bias_and_its_gradients(implementation):
         assert relative_error(got[rows], want[rows]) < 2e-3
 
 
+def test_gathered_rows_are_those_of_a_copy(implementation):
+    recipe, kernels = implementation
+    x_TK, w_G, _, _, _, _ = case([300, 0, 41, 259], 512, 256, tail=0)
+    source_S = torch.randint(-1, 600, (600,), generator=torch.Generator("cuda").manual_seed(1)).to(torch.int32)
+    ends_G = torch.tensor([131, 131, 400, 580]).to(torch.int32)
+    source_S[580:] = 2**31 - 1
+    rows_SK = torch.where((source_S[:, None] >= 0) & (source_S[:, None] < 600), x_TK[source_S.clamp(0, 599).long()], 0)
+    settings = dict(recipe=recipe, kernels=kernels, dtype=dtype())
+    with torch.no_grad():
+        wanted = quantized_grouped_gemm(rows_SK, w_G, ends_G, **settings)
+        got = quantized_grouped_gemm(x_TK, w_G, ends_G, source_S=source_S, **settings)
+    assert torch.equal(got[:580], wanted[:580])
+
+
 def test_the_same_inputs_give_the_same_bits(implementation):
     recipe, kernels = implementation
     x_SK, w_G, ends_G, _, _, grad_SN = case([300, 0, 41, 700], 512, 256)

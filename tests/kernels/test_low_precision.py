@@ -381,12 +381,42 @@ def test_the_public_function_takes_every_recipe(recipe):
     assert not results[0][0].equal(grouped_gemm(x_SK, w_GNK, ends_G, zero_tail=True))
 
 
+@pytest.mark.parametrize("integers", [torch.int32, torch.int64])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gathered_rows_are_those_of_a_copy(recipe, integers):
+    """Bit for bit: the output, the weight's gradient, and a token's gradient as the sum over its rows."""
+    g = torch.Generator().manual_seed(0)
+    x_TK, w_GNK = torch.randn(9, 64, generator=g).bfloat16(), torch.randn(3, 48, 64, generator=g).bfloat16()
+    source_S = torch.tensor([4, 0, -1, 8, 8, 2, 77, 3, 1, 2**31 - 1], dtype=integers)  # -1 and 77 are none: zeros
+    ends_G = torch.tensor([3, 3, 8], dtype=torch.int32)
+    slots_TK = torch.tensor([[1, -1], [8, -1], [5, -1], [7, -1], [0, -1], [-1, -1], [-1, -1], [-1, -1], [3, 4]])
+    grad_SN = torch.randn(10, 48, generator=g).bfloat16()
+    rows_SK = torch.stack([x_TK[s] if 0 <= s < 9 else torch.zeros(64).bfloat16() for s in source_S.tolist()])
+    rows_SK[8:] = torch.nan
+    results = []
+    for x, more in ((rows_SK, {}), (x_TK, dict(source_S=source_S, slots_TK=slots_TK.to(integers)))):
+        leaves = x.clone().requires_grad_(), w_GNK.clone().requires_grad_()
+        for _ in range(2):
+            out_SN = quantized_grouped_gemm(*leaves, ends_G, recipe=recipe, **more)
+            grads = torch.autograd.grad(out_SN, leaves, grad_SN)
+        results.append((out_SN.detach()[:8], *grads))
+    (plain, rows_grad_SK, plain_w), (out_SN, grad_TK, grad_w) = results
+    assert out_SN.equal(plain)
+    assert grad_w.equal(plain_w)
+    wanted = torch.zeros(9, 64)
+    for slot in range(8):
+        if 0 <= source_S[slot] < 9:
+            wanted[source_S[slot]] += rows_grad_SK[slot].float()
+    assert grad_TK.equal(wanted.bfloat16())
+
+
 def test_recipes_say_what_they_do_not_take():
     from maniple.kernels.grouped_gemm import grouped_gemm
     from maniple.kernels.quantize import QuantizedWeight
 
     x_SK, w_GNK, ends_G = torch.randn(4, 64), torch.randn(1, 48, 64), torch.tensor([4], dtype=torch.int32)
-    with pytest.raises(ValueError, match="permute them first"):
-        grouped_gemm(x_SK, w_GNK, ends_G, recipe="fp8_block", source_S=torch.arange(4, dtype=torch.int32))
+    source_S = torch.arange(4, dtype=torch.int32)
+    with pytest.raises(ValueError, match="needs slots"):
+        grouped_gemm(x_SK.requires_grad_(), w_GNK, ends_G, recipe="fp8_block", source_S=source_S)
     with pytest.raises(ValueError, match="leave weight_cache out"):
         grouped_gemm(x_SK, w_GNK, ends_G, weight_cache=QuantizedWeight("fp8"))

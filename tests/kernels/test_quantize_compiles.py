@@ -58,7 +58,13 @@ def rows(target: str, recipe: str, form: str, *, emulate: bool = False, gather: 
     arguments = {"x_ptr": "*bf16", "top_ptr": "*i32", "end_ptr": "*i32", "along_ptr": out}
     arguments |= {"down_ptr": "*bf16" if emulate else "*i32"}
     arguments |= {"source_ptr": "*i32" if gather else ("=", None), "along_scale_ptr": scale, "down_scale_ptr": scale}
-    arguments |= {"amax_ptr": ("=", None) if RECIPES[recipe].rows else "*i32", "K": "i32", "P": "i32", "x_row": "i32"}
+    arguments |= {
+        "amax_ptr": ("=", None) if RECIPES[recipe].rows else "*i32",
+        "K": "i32",
+        "P": "i32",
+        "T": "i32",
+        "x_row": "i32",
+    }
     arguments |= {"x_col": ("=", 1)}
     row, column = ("i32", ("=", 1)) if RECIPES[recipe].e8m0 else (("=", 1), "i32")
     arguments |= {"along_scale_row": row, "along_scale_col": column}
@@ -106,7 +112,7 @@ def test_permuted_rows(target):
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_largest_magnitude_and_where_groups_end(target):
     arguments = {"x_ptr": "*bf16", "source_ptr": ("=", None), "end_ptr": "*i32", "amax_ptr": "*i32", "R": "i32"}
-    arguments |= {"C": "i32", "x_matrix": "i32", "x_row": "i32", "x_col": ("=", 1)}
+    arguments |= {"C": "i32", "T": "i32", "x_matrix": "i32", "x_row": "i32", "x_col": ("=", 1)}
     tile = {"ROWS": launch.AMAX_ROWS, "COLUMNS": launch.AMAX_COLUMNS, "num_warps": launch.warps(target)}
     check(target, kernels.amax_kernel, arguments, tile)
     arguments = {"ends_ptr": "*i32", "padded_ptr": "*i32", "top_ptr": "*i32", "end_ptr": "*i32", "tiles": "i32"}

@@ -14,6 +14,7 @@ import torch
 
 from maniple.kernels import chips, custom_ops, registry
 from maniple.kernels.grouped_gemm import low_precision, ops, reference
+from maniple.kernels.grouped_gemm.operands import check_operands
 from maniple.kernels.quantize import QuantizedWeight
 
 __all__ = ["grouped_gemm", "grouped_gemm_swiglu"]
@@ -80,14 +81,12 @@ def grouped_gemm(
     as Megatron-Core's DDP expects.
     recipe: "bf16" multiplies x as it is. "fp8", "fp8_block" and "mxfp8" quantize x, w and the result's gradient first,
     with what weight_cache keeps of w between optimizer steps; `low_precision.quantized_grouped_gemm` has their other
-    options, and they gather no rows.
+    options.
     kernels: an implementation's name, or None or "auto" for the best that serves these operands. splits: the sizes of
     the groups where the host knows them. Raises UserError if no implementation serves the recipe, ValueError for
     shapes that do not agree, or for `source_S` without `slots_TK` where x needs a gradient.
     """
     if recipe != "bf16":
-        if source_S is not None:
-            raise ValueError(f"recipe {recipe} takes rows in expert order: permute them first, or use recipe bf16")
         return low_precision.quantized_grouped_gemm(
             x_SK,
             w_G,
@@ -96,6 +95,8 @@ def grouped_gemm(
             layout=layout,
             bias_GN=bias_GN,
             bias_scale_S=bias_scale_S,
+            source_S=source_S,
+            slots_TK=slots_TK,
             zero_tail=zero_tail,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             weight_cache=weight_cache,
@@ -104,12 +105,7 @@ def grouped_gemm(
         )
     if weight_cache is not None:
         raise ValueError("recipe bf16 quantizes nothing: leave weight_cache out, or name another recipe")
-    n = _check(x_SK, w_G, ends_G, source_S, slots_TK, layout)
-    slots = (x_SK if source_S is None else source_S).shape[0]
-    if bias_GN is not None and bias_GN.shape != (w_G.shape[0], n):
-        raise ValueError(f"bias needs shape [{w_G.shape[0]}, {n}], not {list(bias_GN.shape)}")
-    if bias_scale_S is not None and (bias_GN is None or bias_scale_S.shape != (slots,)):
-        raise ValueError("bias_scale needs a bias and shape [S]")
+    check_operands(x_SK, w_G, ends_G, source_S, slots_TK, layout, bias_GN, bias_scale_S)
     main_grad_G = _main_grad(w_G, fuse_wgrad_accumulation)
     call = torch.ops.maniple.grouped_gemm if custom_ops.named(x_SK) else ops.GroupedGemm.apply
     settings = layout, zero_tail, recipe, kernels, splits
@@ -146,12 +142,9 @@ def grouped_gemm_swiglu(
     kernels: "triton" and "hopper_fused" compute it in one kernel, "hopper" with its product and then the SwiGLU kernel;
     backward is one SwiGLU kernel and the product's gradients.
     """
-    n = _check(x_SK, w13_G, ends_G, source_S, slots_TK, layout)
-    slots = (x_SK if source_S is None else source_S).shape[0]
+    slots, n = check_operands(x_SK, w13_G, ends_G, source_S, slots_TK, layout, bias_G2F)
     if n % 2 or gate_up not in ("stacked", "interleaved"):
         raise ValueError(f"w13 needs 2F gate and up columns, stacked or interleaved, not {n}, {gate_up!r}")
-    if bias_G2F is not None and bias_G2F.shape != (w13_G.shape[0], n):
-        raise ValueError(f"bias needs shape [{w13_G.shape[0]}, {n}], not {list(bias_G2F.shape)}")
     if probs_S is not None and probs_S.shape != (slots,):
         raise ValueError(f"probs needs shape [{slots}], not {list(probs_S.shape)}")
     main_grad_G = _main_grad(w13_G, fuse_wgrad_accumulation)
@@ -161,32 +154,6 @@ def grouped_gemm_swiglu(
     activation = float(alpha), None if limit is None else float(limit), float(up_offset), gate_up
     settings = *activation, layout, keep, zero_tail, recipe, kernels, splits
     return call(x_SK, w13_G, ends_G, bias_G2F, probs_S, source_S, slots_TK, main_grad_G, *settings)[0]
-
-
-def _check(x_SK, w_G, ends_G, source_S, slots_TK, layout) -> int:
-    """N, or ValueError for what does not fit."""
-    if layout not in ("nk", "kn"):
-        raise ValueError(f"layout is nk or kn, not {layout!r}")
-    if x_SK.dim() != 2 or w_G.dim() != 3 or ends_G.shape != w_G.shape[:1] or ends_G.dtype != torch.int32:
-        raise ValueError(
-            f"grouped_gemm needs x [S, K], w [G, ., .] and int32 ends [G], not {list(x_SK.shape)}, {list(w_G.shape)} "
-            f"and {ends_G.dtype} {list(ends_G.shape)}"
-        )
-    k, n = (w_G.shape[2], w_G.shape[1]) if layout == "nk" else (w_G.shape[1], w_G.shape[2])
-    if x_SK.shape[1] != k or x_SK.dtype != w_G.dtype:
-        raise ValueError(f"x [S, {x_SK.shape[1]}] {x_SK.dtype} does not fit w with K = {k} {w_G.dtype}")
-    integers = torch.int32, torch.int64
-    if source_S is None:
-        if slots_TK is not None:
-            raise ValueError("slots are of gathered rows: pass source too")
-    elif source_S.dim() != 1 or source_S.dtype not in integers:
-        raise ValueError(f"source needs integers [S], not {source_S.dtype} {list(source_S.shape)}")
-    elif slots_TK is None:
-        if x_SK.requires_grad and torch.is_grad_enabled():
-            raise ValueError("the gradient of gathered rows needs slots [T, C]: where each token went")
-    elif slots_TK.dim() != 2 or slots_TK.shape[0] != x_SK.shape[0] or slots_TK.dtype not in integers:
-        raise ValueError(f"slots needs integers [{x_SK.shape[0]}, C], not {slots_TK.dtype} {list(slots_TK.shape)}")
-    return n
 
 
 def _main_grad(w_G: torch.Tensor, fuse: bool) -> torch.Tensor | None:

@@ -19,6 +19,7 @@ import torch
 from maniple.kernels import chips, registry
 from maniple.kernels.grouped_gemm import low_precision_reference
 from maniple.kernels.grouped_gemm.low_precision_ops import OP, Operand, operators_for, split
+from maniple.kernels.grouped_gemm.operands import check_operands
 from maniple.kernels.quantize import (
     QuantizedWeight,
     emulate_rows,
@@ -91,6 +92,8 @@ def quantized_grouped_gemm(
     layout: Literal["nk", "kn"] = "nk",
     bias_GN: torch.Tensor | None = None,
     bias_scale_S: torch.Tensor | None = None,
+    source_S: torch.Tensor | None = None,
+    slots_TK: torch.Tensor | None = None,
     zero_tail: bool = False,
     fuse_wgrad_accumulation: bool = False,
     weight_cache: QuantizedWeight | None = None,
@@ -102,7 +105,8 @@ def quantized_grouped_gemm(
 ) -> torch.Tensor:
     """The bf16 `grouped_gemm` with its three products in float8; `[S, N]` in x's dtype.
 
-    Operands, groups, tails, bias, `fuse_wgrad_accumulation` and `splits` are `grouped_gemm`'s. recipe: "fp8",
+    Operands, groups, tails, bias, `source_S` with `slots_TK`, `fuse_wgrad_accumulation` and `splits` are
+    `grouped_gemm`'s; gathered rows are quantized as they are read. recipe: "fp8",
     "fp8_block" or "mxfp8". dtype: of x and the weight; grad_dtype: of the result's gradient (None: the same), for
     example float8_e5m2. rounding: of mxfp8's scales. weight_cache: keeps the quantized weight between optimizer steps
     (of `w_G` as it lies in memory, settings as here); emulated mxfp8 does not use it. kernels: an implementation's
@@ -110,7 +114,7 @@ def quantized_grouped_gemm(
 
     Raises UserError if no implementation serves the recipe here, ValueError for operands that do not agree.
     """
-    _check(x_SK, w_G, ends_G, bias_GN, bias_scale_S, layout)
+    check_operands(x_SK, w_G, ends_G, source_S, slots_TK, layout, bias_GN, bias_scale_S)
     if fuse_wgrad_accumulation and getattr(w_G, "main_grad", None) is None:
         raise ValueError("fuse_wgrad_accumulation needs a weight with a main_grad")
     grad_dtype = dtype if grad_dtype is None else grad_dtype
@@ -118,7 +122,9 @@ def quantized_grouped_gemm(
     name = _choose(recipe, x_SK.device.type, kernels, operands)
     quantizer = _Quantizer(recipe, layout, rounding, weight_cache, emulate=name == "emulated")
     settings = _Settings(quantizer, name, zero_tail, fuse_wgrad_accumulation, dtype, grad_dtype, splits)
-    return _QuantizedGroupedGemm.apply(x_SK, w_G, ends_G, bias_GN, bias_scale_S, settings)
+    if source_S is not None:
+        source_S = source_S.to(torch.int32).contiguous()
+    return _QuantizedGroupedGemm.apply(x_SK, w_G, ends_G, bias_GN, bias_scale_S, source_S, slots_TK, settings)
 
 
 @torch.compiler.assume_constant_result
@@ -138,10 +144,17 @@ class _Quantizer:
     emulate: bool
 
     def rows(
-        self, x_SK: torch.Tensor, ends_G: torch.Tensor, dtype: torch.dtype, rowwise: bool, columnwise: bool
+        self,
+        x_SK: torch.Tensor,
+        ends_G: torch.Tensor,
+        dtype: torch.dtype,
+        rowwise: bool,
+        columnwise: bool,
+        source_S: torch.Tensor | None = None,
     ) -> tuple[Operand | None, Operand | None, torch.Tensor]:
         """(`[S, K]`, its transpose as weight gradients take it, where the transpose's groups end)."""
         asked: dict[str, Any] = dict(dtype=dtype, rounding=self.rounding, rowwise=rowwise, columnwise=columnwise)
+        asked["source_S"] = source_S
         if self.emulate:
             along_SK, down_SK = emulate_rows(x_SK, ends_G, **asked)
             return along_SK, None if down_SK is None else down_SK.t(), ends_G
@@ -178,17 +191,18 @@ class _Settings:
 
 class _QuantizedGroupedGemm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_SK, w_G, ends_G, bias_GN, bias_scale_S, settings):
+    def forward(ctx, x_SK, w_G, ends_G, bias_GN, bias_scale_S, source_S, slots_TK, settings):
         quantizer = settings.quantizer
         needs_x, needs_w = ctx.needs_input_grad[:2]
-        x, x_turned, turned_ends_G = quantizer.rows(x_SK, ends_G, settings.dtype, True, needs_w)
+        x, x_turned, turned_ends_G = quantizer.rows(x_SK, ends_G, settings.dtype, True, needs_w, source_S)
         w, w_turned = quantizer.weight(w_G, settings.dtype, needs_x)
         operators = operators_for(x_SK)
         # emulated weights are made anew in backward: kept they would cost a copy of the weight in bf16
         kept_w = (w_G, None) if quantizer.emulate else split(w_turned if needs_x else None)
         main = w_G if settings.fuse else None
         ctx.settings, ctx.main, ctx.x_dtype, ctx.w_dtype = settings, main, x_SK.dtype, w_G.dtype
-        ctx.save_for_backward(ends_G, turned_ends_G, bias_GN, bias_scale_S, *split(x_turned), *kept_w)
+        slots_TK = slots_TK if source_S is not None and needs_x else None
+        ctx.save_for_backward(ends_G, turned_ends_G, bias_GN, bias_scale_S, slots_TK, *split(x_turned), *kept_w)
         return operators.rows(
             *split(x),
             *split(w),
@@ -205,7 +219,7 @@ class _QuantizedGroupedGemm(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_SN):
-        ends_G, turned_ends_G, bias_GN, bias_scale_S, x, x_scales, w, w_scales = ctx.saved_tensors
+        ends_G, turned_ends_G, bias_GN, bias_scale_S, slots_TK, x, x_scales, w, w_scales = ctx.saved_tensors
         settings, quantizer = ctx.settings, ctx.settings.quantizer
         recipe, kernels, operators = quantizer.recipe, settings.kernels, operators_for(grad_SN)
         needs_x, needs_w, _, needs_bias, needs_scale = ctx.needs_input_grad[:5]
@@ -217,6 +231,8 @@ class _QuantizedGroupedGemm(torch.autograd.Function):
                 w, w_scales = split(quantizer.weight(w, settings.dtype, True)[1])
             ends = (ends_G, None, None, ctx.x_dtype, settings.zero_tail, settings.splits)
             grad_x_SK = operators.rows(*split(grad), w, w_scales, *ends, recipe, kernels)
+            if slots_TK is not None:
+                grad_x_SK = operators.gather_sum(grad_x_SK, slots_TK, ends_G, "bf16", None)
         if needs_w:
             operands = *split(grad_turned), x, x_scales, turned_ends_G, quantizer.layout
             if settings.fuse:
@@ -228,21 +244,4 @@ class _QuantizedGroupedGemm(torch.autograd.Function):
         if needs_bias or needs_scale:
             made = operators.bias_grad(grad_SN, ends_G, bias_GN, bias_scale_S, settings.splits, recipe, kernels)
             grad_bias_GN, grad_scale_S = made[0], None if bias_scale_S is None else made[1]
-        return grad_x_SK, grad_w_G, None, grad_bias_GN, grad_scale_S, None
-
-
-def _check(x_SK, w_G, ends_G, bias_GN, bias_scale_S, layout) -> None:
-    if layout not in ("nk", "kn"):
-        raise ValueError(f"layout is nk or kn, not {layout!r}")
-    if x_SK.dim() != 2 or w_G.dim() != 3 or ends_G.shape != w_G.shape[:1] or ends_G.dtype != torch.int32:
-        raise ValueError(
-            f"quantized_grouped_gemm needs x [S, K], w [G, ., .] and int32 ends [G], not {list(x_SK.shape)}, "
-            f"{list(w_G.shape)} and {ends_G.dtype} {list(ends_G.shape)}"
-        )
-    k, n = (w_G.shape[2], w_G.shape[1]) if layout == "nk" else (w_G.shape[1], w_G.shape[2])
-    if x_SK.shape[1] != k or x_SK.dtype != w_G.dtype:
-        raise ValueError(f"x [S, {x_SK.shape[1]}] {x_SK.dtype} does not fit w with K = {k} {w_G.dtype}")
-    if bias_GN is not None and bias_GN.shape != (w_G.shape[0], n):
-        raise ValueError(f"bias needs shape [{w_G.shape[0]}, {n}], not {list(bias_GN.shape)}")
-    if bias_scale_S is not None and (bias_GN is None or bias_scale_S.shape != x_SK.shape[:1]):
-        raise ValueError("bias_scale needs a bias and shape [S]")
+        return grad_x_SK, grad_w_G, None, grad_bias_GN, grad_scale_S, None, None, None

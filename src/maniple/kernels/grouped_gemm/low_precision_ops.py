@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from maniple.kernels import custom_ops, registry
+from maniple.kernels.grouped_gemm import ops
 from maniple.kernels.quantize import Quantized
 from maniple.kernels.quantize.formats import RECIPES
 
@@ -60,7 +61,7 @@ def bias_grad(grad_SN, ends_G, bias_GN, bias_scale_S, splits, recipe, kernels) -
 
 
 def operators_for(tensor: torch.Tensor) -> Any:
-    """`rows`, `wgrad`, `wgrad_add`, `bias_grad`: by their names where something looks at operators, else directly."""
+    """`rows`, `wgrad`, `wgrad_add`, `bias_grad`, `gather_sum`: by name where something looks at operators."""
     return _NAMED if custom_ops.named(tensor) else _DIRECT
 
 
@@ -109,10 +110,11 @@ custom_ops.define(
     bias_grad,
     _empty_bias_grad,
 )
-_DIRECT = SimpleNamespace(rows=rows, wgrad=wgrad, wgrad_add=wgrad_add, bias_grad=bias_grad)
+_DIRECT = SimpleNamespace(rows=rows, wgrad=wgrad, wgrad_add=wgrad_add, bias_grad=bias_grad, gather_sum=ops.gather_sum)
 _NAMED = SimpleNamespace(
     rows=torch.ops.maniple.quantized_grouped_gemm,
     wgrad=torch.ops.maniple.quantized_wgrad,
     wgrad_add=torch.ops.maniple.quantized_wgrad_add,
     bias_grad=torch.ops.maniple.quantized_bias_grad,
+    gather_sum=torch.ops.maniple.grouped_gemm_gather_sum,
 )

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
+from maniple.kernels.quantize.reference import gathered
 from maniple.kernels.swiglu import reference as swiglu_reference
 
 
@@ -31,7 +32,7 @@ def forward(
     end = 0
     for g, start, end in _groups(ends_G, slots, splits):
         w_KN = w_G[g].float().t() if layout == "nk" else w_G[g].float()
-        rows_N = _rows(x_SK, source_S, start, end) @ w_KN
+        rows_N = gathered(x_SK, source_S, start, end).float() @ w_KN
         if bias_GN is not None:
             bias_N = bias_GN[g].float()
             rows_N += bias_N if bias_scale_S is None else bias_scale_S[start:end, None].float() * bias_N
@@ -129,7 +130,7 @@ def wgrad(
             if not accumulate:
                 out[g] = 0
             continue
-        x_RK, grad_RN = _rows(x_SK, source_S, start, end), grad_SN[start:end].float()
+        x_RK, grad_RN = gathered(x_SK, source_S, start, end).float(), grad_SN[start:end].float()
         product = grad_RN.t() @ x_RK if layout == "nk" else x_RK.t() @ grad_RN
         if accumulate:
             out[g] += product
@@ -157,17 +158,6 @@ def bias_grad(
             grad_bias_GN[g] = bias_scale_S[start:end].float() @ grad_RN
             grad_scale_S[start:end] = grad_RN @ bias_GN[g].float()
     return grad_bias_GN, grad_scale_S
-
-
-def _rows(x_SK: torch.Tensor, source_S: torch.Tensor | None, start: int, end: int) -> torch.Tensor:
-    """Rows `start` to `end` of the operand in fp32; a source outside x is a row of zeros."""
-    if source_S is None:
-        return x_SK[start:end].float()
-    source_R = source_S[start:end]
-    known_R = (source_R >= 0) & (source_R < x_SK.shape[0])
-    if not x_SK.shape[0]:
-        return x_SK.new_zeros((end - start, x_SK.shape[1]), dtype=torch.float32)
-    return torch.where(known_R[:, None], x_SK[source_R.clamp(0, x_SK.shape[0] - 1)].float(), 0)
 
 
 def _groups(ends_G: torch.Tensor, slots: int, splits: list[int] | None) -> Iterator[tuple[int, int, int]]:

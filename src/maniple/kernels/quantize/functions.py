@@ -44,8 +44,8 @@ def quantize_rows(
     inclusive prefix ends; None: one dense matrix, all of whose rows count. recipe: "fp8" (one scale for all rows),
     "fp8_block" (1 x 128) or "mxfp8" (1 x 32, E8M0, OCP formats only). rounding: of block scales to powers of two,
     "rceil" or "floor" (OCP's); `reference.py` defines both. source_S: int32 `[S]`; then row s of the result is
-    `x[source_S[s]]` and x is `[T, K]`. kernels: an implementation's name, or None for the best. What comes back and
-    where: see `Rows`.
+    `x[source_S[s]]`, zeros where that is none of T, and x is `[T, K]`. kernels: an implementation's name, or None for
+    the best. What comes back and where: see `Rows`.
 
     Raises ValueError for operands that do not fit, UserError if no implementation serves the recipe.
     """

@@ -52,13 +52,13 @@ def rows(
     data_SK, scales_S, data_KP, scales_K = empty_rows(x_TK, slots, padded, recipe, dtype, rowwise, columnwise)
     whole = None
     if not block:
-        used_UK = x_TK[: int(ends_G[-1])] if source_S is None else x_TK[source_S[: int(ends_G[-1])].long()]
+        used_UK = gathered(x_TK, source_S, 0, int(ends_G[-1]))
         whole = amax(used_UK.float().reshape(-1))
         for scales in (scales_S, scales_K):
             if scales.numel():
                 scales.copy_(tensor_scale(whole, form))
     for start, end, first, last in groups(ends_G, slots):
-        x_RK = (x_TK[start:end] if source_S is None else x_TK[source_S[start:end].long()]).float()
+        x_RK = gathered(x_TK, source_S, start, end).float()
         if rowwise:
             data, scales = quantized(x_RK, (1, block), recipe, form, rounding, whole)
             data_SK[start:end] = data.to(dtype)
@@ -71,6 +71,17 @@ def rows(
             if block:
                 scales_K[:, first // block : last // block] = scales
     return data_SK, scales_S, data_KP, scales_K, padded_ends(ends_G)
+
+
+def gathered(x_TK: torch.Tensor, source_S: torch.Tensor | None, start: int, end: int) -> torch.Tensor:
+    """Rows start to end of x, or of `x[source]`: zeros where the source is none of T."""
+    if source_S is None:
+        return x_TK[start:end]
+    source_R = source_S[start:end].long()
+    there_R = (source_R >= 0) & (source_R < x_TK.shape[0])
+    if not x_TK.shape[0]:
+        return x_TK.new_zeros(end - start, x_TK.shape[1])
+    return torch.where(there_R[:, None], x_TK[source_R.where(there_R, 0)], 0)
 
 
 def weight(
@@ -98,7 +109,7 @@ def emulated_rows(
     along_SK = x_TK.new_empty(slots if rowwise else 0, k)
     down_SK = x_TK.new_empty(slots if columnwise else 0, k)
     for start, end, _, _ in groups(ends_G, slots):
-        x_RK = (x_TK[start:end] if source_S is None else x_TK[source_S[start:end].long()]).float()
+        x_RK = gathered(x_TK, source_S, start, end).float()
         if rowwise:
             along_SK[start:end] = multiplied(*quantized(x_RK, (1, block), "mxfp8", form, rounding), (1, block))
         if columnwise:

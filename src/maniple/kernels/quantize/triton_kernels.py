@@ -119,26 +119,27 @@ def rounded(x, scale, inverse, FORMAT: tl.constexpr, CAST: tl.constexpr, EMULATE
 
 
 @triton.jit
-def one_of_four(base, row, end, column, C, row_stride, column_stride, source_ptr):
+def one_of_four(base, row, end, column, C, row_stride, column_stride, source_ptr, T):
     """`[R / 4, C']`: given rows (every fourth, in use) and columns, zero where there are none."""
     inside = row < end
     source = row
     if source_ptr is not None:
-        source = tl.load(source_ptr + row, mask=inside, other=0)
+        source = tl.load(source_ptr + row, mask=inside, other=-1)
+        inside = (source >= 0) & (source < T)
     ptrs = base + source.to(tl.int64)[:, None] * row_stride + column.to(tl.int64)[None, :] * column_stride
     return tl.load(ptrs, mask=inside[:, None] & (column < C)[None, :], other=0.0)
 
 
 @triton.jit
-def four_rows(base, row, end, column, C, row_stride, column_stride, source_ptr):
+def four_rows(base, row, end, column, C, row_stride, column_stride, source_ptr, T):
     """Rows `row + i` for i in 0..3, each as `one_of_four`: a thread that holds some columns of one has those of all.
 
     So what is stored along the rows goes as it was read, and what is stored turned comes in words of four bytes.
     """
-    a = one_of_four(base, row, end, column, C, row_stride, column_stride, source_ptr)
-    b = one_of_four(base, row + 1, end, column, C, row_stride, column_stride, source_ptr)
-    c = one_of_four(base, row + 2, end, column, C, row_stride, column_stride, source_ptr)
-    d = one_of_four(base, row + 3, end, column, C, row_stride, column_stride, source_ptr)
+    a = one_of_four(base, row, end, column, C, row_stride, column_stride, source_ptr, T)
+    b = one_of_four(base, row + 1, end, column, C, row_stride, column_stride, source_ptr, T)
+    c = one_of_four(base, row + 2, end, column, C, row_stride, column_stride, source_ptr, T)
+    d = one_of_four(base, row + 3, end, column, C, row_stride, column_stride, source_ptr, T)
     return a, b, c, d
 
 
@@ -231,6 +232,7 @@ def amax_kernel(
     amax_ptr,
     R,
     C,
+    T,
     x_matrix,
     x_row,
     x_col,
@@ -252,7 +254,8 @@ def amax_kernel(
         end = tl.load(end_ptr)
     inside = row < end
     if source_ptr is not None:
-        row = tl.load(source_ptr + row, mask=inside, other=0)
+        row = tl.load(source_ptr + row, mask=inside, other=-1)
+        inside = (row >= 0) & (row < T)
     ptrs = x_ptr + m.to(tl.int64) * x_matrix + row.to(tl.int64)[:, None] * x_row + column.to(tl.int64)[None, :] * x_col
     x = tl.load(ptrs, mask=inside[:, None] & (column < C)[None, :], other=0.0).to(tl.float32)
     tl.atomic_max(amax_ptr + m, tl.max(tl.max(magnitude(x), 1), 0), sem="relaxed")
@@ -271,6 +274,7 @@ def rows_kernel(
     down_scale_ptr,
     K,
     P,
+    T,
     x_row,
     x_col,
     along_scale_row,
@@ -317,7 +321,7 @@ def rows_kernel(
             seen = tl.zeros((SLAB // 4, COLUMNS), BITS)
         for slab in range(0, ROWS, SLAB):
             fours = slab + tl.arange(0, SLAB // 4) * 4
-            x = four_rows(x_ptr, top + fours, end, column, K, x_row, x_col, source_ptr)
+            x = four_rows(x_ptr, top + fours, end, column, K, x_row, x_col, source_ptr, T)
 
             if along_ptr is not None:
                 for i in tl.static_range(4):
@@ -381,7 +385,7 @@ def rows_kernel(
             inverse = inverse[None, :]
             for slab in range(0, ROWS, SLAB):  # read again, out of a cache
                 fours = slab + tl.arange(0, SLAB // 4) * 4
-                x = four_rows(x_ptr, top + fours, end, column, K, x_row, x_col, source_ptr)
+                x = four_rows(x_ptr, top + fours, end, column, K, x_row, x_col, source_ptr, T)
                 store_down(
                     down_ptr, x, scale, inverse, column, K, top, slab, fours, end, first, P, FORMAT, CAST, EMULATE
                 )

@@ -62,7 +62,7 @@ def weight_kernel(
         seen = tl.zeros((SLAB // 4, COLUMNS), BITS)
         for slab in range(0, ROWS, SLAB):
             fours = row_tile * ROWS + slab + tl.arange(0, SLAB // 4) * 4
-            seen = tl.maximum(seen, largest_of_four(four_rows(matrix, fours, N, column, K, w_row, w_col, None)))
+            seen = tl.maximum(seen, largest_of_four(four_rows(matrix, fours, N, column, K, w_row, w_col, None, 0)))
         amax = as_fp32(tl.max(seen.reshape(1, (SLAB // 4) * COLUMNS), 1), DTYPE)
         stored, scale, inverse = scale_of(amax, BLOCK, E8M0, FORMAT, ROUNDING)
         scale_place = (g.to(tl.int64) * row_tiles + row_tile) * column_tiles + column_tile
@@ -72,7 +72,7 @@ def weight_kernel(
 
     for slab in range(0, ROWS, SLAB):
         fours = row_tile * ROWS + slab + tl.arange(0, SLAB // 4) * 4
-        w = four_rows(matrix, fours, N, column, K, w_row, w_col, None)
+        w = four_rows(matrix, fours, N, column, K, w_row, w_col, None, 0)
         if BLOCK == 0 or BLOCK > SLAB:
             w_scale = scale
             w_inverse = inverse
