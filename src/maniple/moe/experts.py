@@ -1,4 +1,8 @@
-"""The experts of one rank over expert-sorted rows: grouped GEMM, SwiGLU with the routing weight, grouped GEMM."""
+"""The experts of one rank over expert-sorted rows: grouped GEMM, SwiGLU with the routing weight, grouped GEMM.
+
+In bf16 the activation is fused behind the first product. In the other recipes it is an operation between two products,
+each of which quantizes what it multiplies.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from maniple.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
+from maniple.kernels.grouped_gemm.low_precision import quantized_grouped_gemm
+from maniple.kernels.quantize import QuantizedWeight
+from maniple.kernels.swiglu import swiglu
 
 if TYPE_CHECKING:
     from maniple.models.card import MoE
@@ -41,6 +48,8 @@ def expert_mlp(
     b2_GD: torch.Tensor | None = None,
     activation: ExpertActivation | None = None,
     recipe: str = "bf16",
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    caches: tuple[QuantizedWeight, QuantizedWeight] | None = None,
     kernels: str | None = None,
     fuse_wgrad_accumulation: bool = False,
     splits: list[int] | None = None,
@@ -49,13 +58,34 @@ def expert_mlp(
 
     rows_SD and ends_G keep the grouped-rows contract (`maniple.kernels`); rows past `ends_G[-1]` of the result are
     undefined. w13: `[G, 2F, D]`; w2: `[G, D, F]`; b13: `[G, 2F]`; b2: `[G, D]`. probs_S fp32 `[S]` multiplies the
-    activation (and b2) rather than the result: the same value, and its gradient needs no saved output. The other
-    arguments are those of `grouped_gemm`.
+    activation (and b2) rather than the result: the same value, and its gradient needs no saved output. dtype: the
+    float8 of recipes other than bf16; caches: of w13 and w2 in such a recipe. The other arguments are those of
+    `grouped_gemm`. Raises ValueError for caches with bf16.
     """
     activation = activation or ExpertActivation()
+    scale_S = probs_S if b2_GD is not None else None
     shared: dict[str, Any] = dict(
         recipe=recipe, kernels=kernels, splits=splits, fuse_wgrad_accumulation=fuse_wgrad_accumulation
     )
+    if recipe != "bf16":
+        cache13, cache2 = caches or (None, None)
+        shared["dtype"] = dtype
+        gate_up_S2F = quantized_grouped_gemm(rows_SD, w13_GFD, ends_G, bias_GN=b13_GF, weight_cache=cache13, **shared)
+        hidden_SF = swiglu(
+            gate_up_S2F,
+            probs_S,
+            ends_G=ends_G,
+            alpha=activation.alpha,
+            limit=activation.limit,
+            up_offset=activation.up_offset,
+            layout=activation.layout,
+            kernels=kernels,
+        )
+        return quantized_grouped_gemm(
+            hidden_SF, w2_GDF, ends_G, bias_GN=b2_GD, bias_scale_S=scale_S, weight_cache=cache2, **shared
+        )
+    if caches is not None:
+        raise ValueError("recipe bf16 quantizes nothing: leave caches out, or name another recipe")
     hidden_SF = grouped_gemm_swiglu(
         rows_SD,
         w13_GFD,
@@ -68,5 +98,4 @@ def expert_mlp(
         gate_up=activation.layout,
         **shared,
     )
-    scale_S = probs_S if b2_GD is not None else None
     return grouped_gemm(hidden_SF, w2_GDF, ends_G, bias_GN=b2_GD, bias_scale_S=scale_S, **shared)

@@ -16,6 +16,9 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_exper
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
+from maniple.kernels import registry
+from maniple.kernels.grouped_gemm.low_precision import OP
+from maniple.kernels.quantize import QuantizedWeight
 from maniple.moe.experts import ExpertActivation, expert_mlp
 
 _EXTRA = "_extra_state"
@@ -41,6 +44,9 @@ class GroupedExperts(MegatronModule):
         g, f, d = num_local_experts, config.moe_ffn_hidden_size // etp, config.hidden_size
         self.activation = _activation(config)
         self.kernels = config.maniple_moe.kernels if hasattr(config, "maniple_moe") else "auto"
+        self.recipe, self.float8 = "bf16", torch.float8_e4m3fn
+        self.caches: tuple[QuantizedWeight, QuantizedWeight] | None = None
+        self.ran: str | None = None  # the recipe of the last forward pass
         self.w13 = self._parameter((g, 2 * f, d), partition_dim=1)
         self.w2 = self._parameter((g, d, f), partition_dim=2)
         self.b13 = self._parameter((g, 2 * f), partition_dim=1) if config.add_bias_linear else None
@@ -68,8 +74,22 @@ class GroupedExperts(MegatronModule):
         )
         return parameter
 
+    def quantize(self, recipe: str, dtype: torch.dtype) -> None:
+        """Lets the products run in a recipe other than bf16. dtype: the float8 of rows and weights."""
+        self.recipe, self.float8 = recipe, dtype
+        self.caches = QuantizedWeight(recipe, dtype=dtype), QuantizedWeight(recipe, dtype=dtype)
+
+    def choose(self) -> list[str]:
+        """The implementations of both products in a recipe other than bf16. Raises UserError if there is none."""
+        names = []
+        for weight in (self.w13, self.w2):
+            operands = weight.dtype, *weight.shape[1:], self.float8, self.float8
+            names.append(registry.select(OP, self.recipe, weight.device.type, self.kernels, operands).name)
+        return names
+
     def forward(self, rows_SD, ends_G, probs_S, *, splits_G: list[int] | None = None):
         """`[S, D]` rows sorted by local expert -> (`[S, D]` outputs times their routing weight, None)."""
+        self.ran = self.recipe
         out_SD = expert_mlp(
             rows_SD,
             probs_S,
@@ -79,7 +99,11 @@ class GroupedExperts(MegatronModule):
             b13_GF=self.b13,
             b2_GD=self.b2 if self.etp_group.rank() == 0 else None,  # ranks are summed: add the bias once
             activation=self.activation,
+            recipe=self.recipe,
+            dtype=self.float8,
+            caches=self.caches,
             kernels=self.kernels,
+            fuse_wgrad_accumulation=self.recipe != "bf16" and hasattr(self.w13, "main_grad"),
             splits=splits_G,
         )
         return out_SD, None

@@ -31,7 +31,7 @@ from maniple.engines.megatron.experts import GroupedExperts
 from maniple.engines.megatron.language_model import PredictionLayer
 from maniple.engines.megatron.moe import ManipleMoELayer, ManipleRouter
 from maniple.engines.megatron.norm import FullWidthRMSNorm, RMSNorm
-from maniple.engines.megatron.recompute import Layer
+from maniple.engines.megatron.precision import Layer
 
 # gpt_layer_specs.py, `get_gpt_layer_local_submodules`: norms under the names that they have where linears contain them
 _FUSED_NORM_KEYS = {

@@ -61,6 +61,7 @@ class QuantizedWeight:
             )
         stamp = _stamp(w_GNK)
         if self._kept is None or stamp != self._stamp:
+            self._kept = None  # two of them would not fit where one just does
             self._kept = quantize_weight(w_GNK, self._recipe, **self._settings)
             self._stamp = stamp
             self._digest = digest(w_GNK) if self._check else None
@@ -70,6 +71,14 @@ class QuantizedWeight:
                 "maniple.kernels.quantize.bump() where it was written"
             )
         return self._kept
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is kept."""
+        if self._kept is None:
+            return 0
+        kept = [each for each in (self._kept.forward, self._kept.dgrad) if each is not None]
+        return sum(each.data.nbytes for each in kept) + self._kept.forward.scales.nbytes
 
     def clear(self) -> None:
         """Frees what is kept."""
