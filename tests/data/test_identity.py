@@ -1,11 +1,14 @@
 import json
+import os
 import shutil
 
+import numpy as np
 import pytest
 from tests.data.pairs import job, write_pair, write_tokenizer
 
 from maniple.config.schema import TrainConfig
 from maniple.data.identity import check_identity, difference, identity
+from maniple.data.indexed import content_mark, sampled_mark
 from maniple.data.sources import prepare_source
 from maniple.errors import UserError
 
@@ -69,6 +72,60 @@ def test_a_dataset_prepared_anew_is_another(made):
     base = made()
     write_pair(made.folder, [9] * 30, name="a", tokens=range(1, 271))
     assert difference(base, made()) == "training datasets of other content"
+
+
+def spoil(path, at: int) -> None:
+    """Changes one byte."""
+    with open(path, "r+b") as file:
+        byte = os.pread(file.fileno(), 1, at)[0]
+        os.pwrite(file.fileno(), bytes([byte ^ 1]), at)
+
+
+def test_a_bin_of_the_same_size_with_other_tokens_is_another(made):
+    """Both ends of the file, which tell datasets apart at every start, are as they were; so is the index."""
+    lengths, ends = [1000] * 2000, (1 << 18) // 2
+    tokens = np.arange(sum(lengths)) % 250
+    a, _ = write_pair(made.folder, lengths, name="a", tokens=tokens)
+    base, ends_alone = made((a,)), content_mark(a)
+    tokens[ends:-ends] = tokens[ends:-ends][::-1]
+    write_pair(made.folder, lengths, name="a", tokens=tokens)
+    assert content_mark(a) == ends_alone
+    with pytest.raises(
+        UserError, match=r"\(training datasets of other content\): restore them, or set data\.on_change="
+    ):
+        check_identity(base, made((a,)), "refuse")
+
+
+@pytest.mark.parametrize("end", ["bin", "idx"])
+def test_every_byte_of_a_file_that_is_read_whole_counts(tmp_path, end):
+    size = 3 << 19
+    for name in ("bin", "idx"):
+        (tmp_path / f"a.{name}").write_bytes(bytes(size))
+    marks = {content_mark(str(tmp_path / "a")) + sampled_mark(str(tmp_path / "a"))}
+    places = [*range(0, size, 99_991), (1 << 18) - 1, 1 << 18, (5 << 18) - 1, 5 << 18, size - 1]
+    for at in places:
+        spoil(tmp_path / f"a.{end}", at)
+        marks.add(content_mark(str(tmp_path / "a")) + sampled_mark(str(tmp_path / "a")))
+        spoil(tmp_path / f"a.{end}", at)
+    assert len(marks) == 1 + len(set(places))
+
+
+def test_a_terabyte_is_sampled_from_end_to_end_in_no_time(tmp_path, monkeypatch):
+    size, read = 1 << 40, []
+    (tmp_path / "a.idx").touch()
+    with open(tmp_path / "a.bin", "wb") as data:
+        data.truncate(size)
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, count, at: (read.append((at, count)), pread(file, count, at))[1])
+    sampled_mark(str(tmp_path / "a"))
+    monkeypatch.undo()
+    assert len(read) == 64
+    assert sum(count for _, count in read) <= 1 << 20
+    starts = [0, *(at for at, _ in read), size]
+    assert max(np.diff(starts)) < size / 60
+    before = sampled_mark(str(tmp_path / "a"))
+    spoil(tmp_path / "a.bin", read[40][0] + 5)
+    assert sampled_mark(str(tmp_path / "a")) != before
 
 
 def test_sources_without_files(tmp_path):

@@ -20,6 +20,13 @@ GUIDE = Path(__file__).parents[2] / "docs" / "training.md"
 
 CUTS = {"8 x 1": 1, "4 x 2": 2, "2 x 4": 4, "1 x 8": 8}
 MODELS = {"deepseek-v3": {}, "gpt-oss-20b": {}}  # MLA, shared expert, MTP; sinks and biases
+LAYOUTS = {
+    "data-parallel": {"expert_parallel_size": 2},
+    "pipeline": {"pipeline_parallel_size": 2, "pipeline_layout": "Ett|tmL"},
+}
+SIZES = [
+    (layout, size) for layout, sizes in {"data-parallel": (1, 2, 4), "pipeline": (1, 4, 8)}.items() for size in sizes
+]
 SUMS = {
     "plain": {},
     "overlapped": {"overlap_grad_reduce": True},
@@ -38,13 +45,39 @@ def cut(rank: int, world_size: int) -> dict[str, Any]:
     return parity.run(rank, world_size, cases)
 
 
-def loss_function(rank: int, world_size: int) -> tuple[float, int, str, list[float]]:
-    """What it gives for six losses of which four count."""
-    from maniple.engines.megatron import step
+def cut_over_two(rank: int, world_size: int) -> dict[str, Any]:
+    """By layout and size of a micro-batch: the same sequences as one process has in `cut`."""
+    cases = {
+        (layout, size): parity.Case("deepseek-v3", 2, LAYOUTS[layout], micro_batch_size=size, steps=1)
+        for layout, size in SIZES
+    }
+    return parity.run(rank, world_size, cases)
 
-    losses_BS = torch.arange(6.0).view(2, 3)
-    total, tokens, log = step.reduce_loss(torch.tensor([[1, 0, 1], [1, 1, 0]]), losses_BS.bfloat16())
-    return total.item(), tokens.item(), str(tokens.dtype), log["loss"].tolist()
+
+def loss_functions(rank: int, world_size: int) -> dict[str, Any]:
+    """What ours gives for six losses of which four count, and how a step ends with others."""
+    from tests.engines import helpers
+
+    from maniple.engines.megatron import step
+    from maniple.models import load_card
+
+    ours = step.reduce_loss
+    total, tokens, log = ours(torch.tensor([[1, 0, 1], [1, 1, 0]]), torch.arange(6.0).view(2, 3).bfloat16())
+    found: dict[str, Any] = {"given": (total.item(), tokens.item(), str(tokens.dtype), log["loss"].tolist())}
+    card = load_card("gpt-oss-20b").tiny()
+    batches = helpers.make_batches(card.vocab_size, 2, 2)
+    for name, wrong in {
+        "mean": lambda mask, losses: (losses.mean(), {"loss": losses.mean()}),
+        "four": lambda mask, losses: (*ours(mask, losses), None),
+        "alone": lambda mask, losses: losses.mean(),
+    }.items():
+        step.reduce_loss = wrong
+        try:
+            helpers.Engine(card, helpers.make_job()).step(batches)
+        except TypeError as error:
+            found[name] = str(error)
+    step.reduce_loss = ours
+    return found
 
 
 def gradients_alone(rank: int, world_size: int) -> dict[str, Any]:
@@ -87,9 +120,18 @@ def results() -> dict[Any, dict[str, Any]]:
     return run_ranks(cut, 1, timeout=400)[0]
 
 
+def two(rank: int, world_size: int) -> dict[str, Any]:
+    return {"sums": gradients_alone(rank, world_size), "cuts": cut_over_two(rank, world_size)}
+
+
 @pytest.fixture(scope="module")
-def sums() -> list[dict[str, Any]]:
-    return run_ranks(gradients_alone, 2, timeout=400)
+def losses() -> dict[str, Any]:
+    return run_ranks(loss_functions, 1)[0]
+
+
+@pytest.fixture(scope="module")
+def pair() -> list[dict[str, Any]]:
+    return run_ranks(two, 2, timeout=400)
 
 
 @pytest.mark.parametrize("name", list(CUTS)[1:])
@@ -99,6 +141,15 @@ def test_the_cut_changes_nothing(results, card, name):
     assert not found.too_far(TOLERANCE)
     assert found.counts_agree
     assert not found.missing
+
+
+@pytest.mark.parametrize(("layout", "size"), SIZES)
+def test_the_cut_changes_nothing_over_two_processes(results, pair, layout, size):
+    found = parity.judge([rank["cuts"][layout, size] for rank in pair], results["deepseek-v3", "sequence", "8 x 1"])
+    assert not found.too_far(TOLERANCE)
+    assert found.counts_agree
+    assert not found.missing
+    assert not found.unequal
 
 
 @pytest.mark.parametrize("aux", ["micro_batch", "global_batch"])
@@ -115,13 +166,19 @@ def test_the_balance_loss_does_not_depend_on_how_often_it_is_attached(results):
 
 
 @pytest.mark.parametrize("name", SUMS)
-def test_a_gradient_is_the_sum_of_its_micro_batches(sums, name):
-    for rank in sums:
-        together, apart = rank[name]["tokens"]
+def test_a_gradient_is_the_sum_of_its_micro_batches(pair, name):
+    for rank in pair:
+        together, apart = rank["sums"][name]["tokens"]
         assert together == apart
-        assert not {key: e for key, e in rank[name]["errors"].items() if not e <= TOLERANCE}
+        assert not {key: e for key, e in rank["sums"][name]["errors"].items() if not e <= TOLERANCE}
 
 
-def test_the_loss_function_says_how_many_tokens_count():
-    """Of two values, not three, upstream's schedule would take the first for a mean, and count no token."""
-    assert run_ranks(loss_function, 1) == [(9.0, 4, "torch.int32", [9.0, 4.0])]
+def test_the_loss_function_says_how_many_tokens_count(losses):
+    assert losses["given"] == (9.0, 4, "torch.int32", [9.0, 4.0])
+
+
+@pytest.mark.parametrize(("wrong", "size"), [("mean", "2 values"), ("four", "4 values"), ("alone", "a Tensor")])
+def test_a_loss_function_that_gives_otherwise_is_refused(losses, wrong, size):
+    """Of two values upstream's schedule would take the first for a mean, and count no token."""
+    wanted = f"a loss function gives (sum of losses, number of tokens, what is logged), and it gave {size}"
+    assert losses[wrong] == wanted

@@ -23,6 +23,7 @@ from maniple.models.card import ModelCard
 pytestmark = pytest.mark.timeout(900)  # the first test waits for the processes that do the work
 
 ROOT = Path(__file__).parents[2]
+OVERLAPPED = "overlapped, recomputed"
 INTERLEAVED = {"pipeline_parallel_size": 2, "pipeline_layout": "Et|t|t|mL", "expert_parallel_size": 2}
 # one dense layer: the first stage has no MoE layer
 DENSE_STAGE = {"pipeline_parallel_size": 2, "pipeline_layout": "Et|ttmL", "expert_parallel_size": 2}
@@ -33,7 +34,7 @@ SOUND: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {"parallel": {"tensor_parallel_size": 2, "expert_tensor_parallel_size": 2, "expert_parallel_size": 2}},
     ),
-    "overlapped, recomputed": (
+    OVERLAPPED: (
         4,
         {
             "parallel": INTERLEAVED | {"overlap_grad_reduce": True, "overlap_param_gather": True},
@@ -88,15 +89,16 @@ def _whole(rank: int) -> Iterator[None]:
 
 
 def programs(job: TrainConfig, model: ModelCard, world: int, broken: Callable[[int], Any] = _whole):
-    """Of the distinct ranks: one a stage, and those that are to be like them; of rank r in the context `broken(r)`."""
+    """Of the distinct ranks: one a stage, and those run whole that are to be like them; of rank r in the context
+    `broken(r)`."""
     from maniple.engines.megatron.dry_run import all_ranks, one_rank
 
-    first, again = all_ranks.distinct_ranks(world, job.parallel.pipeline_parallel_size)
-    found = {}
-    for one in [*first, *again]:
+    def program(one: int, whole: bool):
         with broken(one):
-            found[one] = one_rank.program_of(job, model, one, world)
-    return [found[one] for one in first], [found[one] for one in again]
+            return one_rank.program_of(job, model, one, world, whole)
+
+    first, again = all_ranks.distinct_ranks(world, job.parallel.pipeline_parallel_size)
+    return [program(one, False) for one in first], [program(one, True) for one in again]
 
 
 def faults(job: TrainConfig, model: ModelCard, world: int, broken: Callable[[int], Any] = _whole) -> list[str]:
@@ -119,7 +121,32 @@ def sound_jobs(rank: int, world_size: int) -> dict[str, Any]:
         report["apart, interleaved"] = faults(
             make_job(parallel=APART_INTERLEAVED, train={"global_batch_size": 16}), card(num_layers=6), 4
         )
+        report["passes"] = _passes(make_job(**SOUND[OVERLAPPED][1]), card())
     return report
+
+
+def _passes(job: TrainConfig, model: ModelCard) -> dict[str, Any]:
+    """How a rank's program with remembered passes differs from the whole one, and how many were run for each."""
+    from maniple.engines.megatron.dry_run import one_rank
+    from maniple.engines.megatron.language_model import LanguageModel
+
+    patch, run, count = pytest.MonkeyPatch(), LanguageModel.forward, 0
+
+    def forward(self, *words, **more):
+        nonlocal count
+        count += 1
+        return run(self, *words, **more)
+
+    patch.setattr(LanguageModel, "forward", forward)
+    found = []
+    for whole in (True, False):
+        count = 0
+        program = one_rank.program_of(job, model, 2, 4, whole).program
+        found.append((program, [call.where for call in program.calls], count))
+    patch.undo()
+    (all_of_it, places, made), (short, short_places, made_of_short) = found
+    same = all_of_it.events == short.events and places == short_places
+    return {"same": same, "run": (made, made_of_short)}
 
 
 def broken_jobs(rank: int, world_size: int) -> dict[str, Any]:
@@ -136,10 +163,14 @@ def broken_jobs(rank: int, world_size: int) -> dict[str, Any]:
             ("no tokens, no exchange", dense, _no_exchange_on_rank_2),
             ("batched messages", interleaved, _batched_messages),
             ("another group", dense, _another_group_on_rank_2),
+            ("a pass like no other", dense, _a_call_more_in_the_third_pass),
         ):
             report[name] = faults(job, card(), 4, broken)
         longer = make_job(parallel=DENSE_STAGE, data={"sequence_length": 48})
         stages = [one_rank.program_of(job, card(), one, 4) for one, job in ((0, dense), (2, longer))]
+        with _one_wait_for_all_passes():
+            job = make_job(parallel=DENSE_STAGE)
+            report["cannot repeat"] = _passes(job, card())
         report["another shape"] = [str(fault) for fault in all_ranks.examine(stages, [], 4)]
         report["growth"] = _growth(interleaved)
     return report
@@ -228,6 +259,44 @@ def _another_group_on_rank_2(rank: int):
     return contextlib.closing(_Undo(patch))
 
 
+def _a_call_more_in_the_third_pass(rank: int):
+    import torch
+    import torch.distributed as dist
+
+    from maniple.engines.megatron import step
+    from maniple.engines.megatron.model import unwrap
+
+    patch, original = pytest.MonkeyPatch(), step.forward_step
+
+    def forward_step(device, batches, model, *words):
+        if unwrap(model).decoder.layers[0].current_microbatch == 2:
+            dist.all_reduce(torch.zeros(3, device="meta"))
+        return original(device, batches, model, *words)
+
+    patch.setattr(step, "forward_step", forward_step)
+    return contextlib.closing(_Undo(patch))
+
+
+def _one_wait_for_all_passes():
+    """Every pass waits for one call that the first made: what it does depends on where it stands."""
+    import torch
+    import torch.distributed as dist
+
+    from maniple.engines.megatron import step
+
+    patch, original, works = pytest.MonkeyPatch(), step.forward_step, {}
+
+    def forward_step(device, batches, model, *words):
+        world = id(dist.group.WORLD)
+        if world not in works:
+            works[world] = dist.all_reduce(torch.zeros(3, device="meta"), async_op=True)
+        works[world].wait()
+        return original(device, batches, model, *words)
+
+    patch.setattr(step, "forward_step", forward_step)
+    return contextlib.closing(_Undo(patch))
+
+
 def _growth(job: TrainConfig) -> list[tuple[int, int]]:
     """(events, different calls) of the first stage with 6, 8 and 10 micro-batches."""
     from maniple.engines.megatron.dry_run import one_rank
@@ -237,7 +306,7 @@ def _growth(job: TrainConfig) -> list[tuple[int, int]]:
         patch = pytest.MonkeyPatch()
         patch.setattr(one_rank, "micro_batches_that_show_all", lambda *sizes, count=count: count)
         longer = job.model_copy(update={"train": job.train.model_copy(update={"global_batch_size": 4 * 10})})
-        program = one_rank.program_of(longer, card(), 0, 4).program
+        program = one_rank.program_of(longer, card(), 0, 4, whole=True).program
         patch.undo()
         found.append((len(program.events), len(set(program.calls))))
     return found
@@ -314,9 +383,20 @@ def runs() -> dict[str, Any]:
     return run_ranks(broken_jobs, 1, timeout=400)[0]
 
 
-def test_sound_jobs_have_no_fault():
-    found = run_ranks(sound_jobs, 1, timeout=400)[0]
-    assert found == {name: [] for name in [*SOUND, "cut", "MTP and loss apart", "apart, interleaved"]}
+@pytest.fixture(scope="module")
+def sound() -> dict[str, Any]:
+    return run_ranks(sound_jobs, 1, timeout=400)[0]
+
+
+def test_sound_jobs_have_no_fault(sound):
+    wanted = [*SOUND, "cut", "MTP and loss apart", "apart, interleaved"]
+    assert {name: faults for name, faults in sound.items() if name != "passes"} == {name: [] for name in wanted}
+
+
+def test_passes_that_are_remembered_say_what_they_would_if_they_were_run(sound):
+    whole, short = sound["passes"]["run"]
+    assert sound["passes"]["same"]
+    assert 0 < short < whole
 
 
 def test_statistics_that_only_moe_stages_sum(runs):
@@ -345,6 +425,19 @@ def test_a_rank_without_tokens_that_leaves_an_exchange_out(runs):
 def test_a_message_of_another_shape(runs):
     found = "\n".join(runs["another shape"])
     assert "from rank 0 to rank 2 on pipeline_model_parallel: 4,096 elements are sent and 6,144 expected" in found
+
+
+def test_a_pass_that_is_unlike_those_before_it(runs):
+    found = runs["a pass like no other"]
+    assert len(found) == 3
+    assert all("taken to be alike and are not" in fault and "all_reduce, 3 float32" in fault for fault in found)
+
+
+def test_passes_that_cannot_be_told_from_their_place_are_all_run(runs):
+    found = runs["cannot repeat"]
+    whole, tried_and_whole = found["run"]
+    assert found["same"]
+    assert tried_and_whole > whole
 
 
 def test_batched_messages_of_two_stages_mix_up_their_neighbours(runs):
@@ -387,7 +480,7 @@ def test_json_from_the_command_line():
     result = json.loads(done.stdout)
     assert (result["world_size"], result["ranks_a_stage"], result["faults"]) == (4, 2, [])
     assert [stage["rank"] for stage in result["stages"]] == [0, 3]
-    assert result["also_run"] == [1, 2]
+    assert result["also_run"] == [1, 2, 3]
     for stage in result["stages"]:
         assert stage["parameters"] > 1_000_000
         assert stage["groups"]["pipeline_model_parallel"]["bytes"] > 0

@@ -453,8 +453,33 @@ def test_verify_a_folder_and_a_run(folder, tmp_path, capsys):
     assert cli.main(["checkpoint", "verify", str(tmp_path)]) == 2
     done = capsys.readouterr()
     assert f"{other}: whole" in done.out
-    assert f"{folder} is damaged: {SHARD} is not as it was written" in done.err
+    damage = f"checkpoint {folder} is damaged: {SHARD} is not as it was written"
+    said, last = done.err.splitlines()
+    assert said.startswith(damage)
+    assert last == f"maniple: error: 1 of 2 checkpoints in {tmp_path}/checkpoints are not whole"
+    os.truncate(other / SHARD, 5)
+    assert cli.main(["checkpoint", "verify", str(tmp_path / "checkpoints")]) == 2
+    first, second, last = capsys.readouterr().err.splitlines()
+    assert first == said
+    assert second.startswith(f"checkpoint {other} is damaged: {SHARD} is cut short")
+    assert last.endswith("2 of 2 checkpoints in " + str(tmp_path / "checkpoints") + " are not whole")
+    assert cli.main(["checkpoint", "verify", str(folder)]) == 2
+    (alone,) = capsys.readouterr().err.splitlines()
+    assert alone.startswith(f"maniple: error: {damage}")
     assert cli.main(["checkpoint", "inspect", str(folder)]) == 0  # sizes and index are well
     assert cli.main(["checkpoint", "verify", str(tmp_path / "nowhere")]) == 2
     (tmp_path / "new" / "checkpoints").mkdir(parents=True)
     assert cli.main(["checkpoint", "verify", str(tmp_path / "new")]) == 2
+
+
+def test_a_run_that_is_taken_for_a_checkpoint_names_its_newest(tmp_path, capsys):
+    make(tmp_path / "run", 8, saved=1000.0)
+    newest = make(tmp_path / "run", 4, saved=2000.0)
+    make(tmp_path / "run", 9, saved=3000.0).joinpath(SHARD).unlink()
+    kept = tmp_path / "run" / "checkpoints"
+    for folder in (tmp_path / "run", kept):
+        assert cli.main(["checkpoint", "inspect", str(folder)]) == 2
+        assert f"{folder}: it holds checkpoints and is none: take its newest, {newest}\n" in capsys.readouterr().err
+    copied = kept.rename(tmp_path / "copied")
+    with pytest.raises(UserError, match=f"take its newest, {copied}/step_00000004$"):
+        files.find(tmp_path, str(copied))

@@ -15,40 +15,38 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def build_all(rank: int, world_size: int) -> dict[str, list[dict[str, Any]]]:
-    """In a process of its own: what the engine builds of each, under fake tensors."""
-    import torch.distributed as dist
+    """In a process of its own: what the engine builds of each, on the meta device."""
+    from tests.engines import jobs
 
     from maniple.config.load import load
-    from maniple.engines.megatron import cpu
 
-    dist.destroy_process_group()
-    cpu.install()
     out: dict[str, list[dict[str, Any]]] = {}
-    for path in sorted(CONFIGS.glob("*.yaml")):
-        job = load(path, ["train.device=cpu"]).config
-        world = WORLD[path.stem]
-        out[path.stem] = [_build(job, one, world) for one in sorted({0, world - 1})]
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with jobs.no_process_group():
+        for path in sorted(CONFIGS.glob("*.yaml")):
+            job = load(path, ["train.device=cpu"]).config
+            world = WORLD[path.stem]
+            out[path.stem] = [_build(job, one, world) for one in sorted({0, world - 1})]
     return out
 
 
 def _build(job, rank: int, world: int) -> dict[str, Any]:
-    import torch.distributed as dist
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
+    """Model, gradient buffers, optimizer and schedule: all that a job's words become arguments of upstream's for."""
     from maniple.config.check import check, resolve_card
-    from maniple.engines.megatron import model, parallel
+    from maniple.engines.megatron import model, step
+    from maniple.engines.megatron.dry_run.meta import META, stand_in
+    from maniple.engines.megatron.optimizer import build_optimizer
 
     card = resolve_card(job)
     check(job, card, world)
-    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-    parallel.start_groups(job)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        chunks = model.build_chunks(card, job, perform_initialization=False)
-    facts = {"chunks": len(chunks), "parameters": sum(p.numel() for chunk in chunks for p in chunk.parameters())}
-    facts["layers"] = sum(len(chunk.decoder.layers) for chunk in chunks)
-    parallel.stop()
+    with stand_in(job, rank, world):
+        chunks = model.build_chunks(card, job, maniple_static_splits=True, perform_initialization=False)
+        facts = {"chunks": len(chunks), "parameters": sum(p.numel() for chunk in chunks for p in chunk.parameters())}
+        facts["layers"] = sum(len(chunk.decoder.layers) for chunk in chunks)
+        wrapped = model.wrap(chunks, job, META)
+        optimizer, scheduler = build_optimizer(wrapped, job)
+        step.connect(wrapped, optimizer, job)
+        scheduler.step(increment=1)
+        facts["rates"] = sorted({group["lr"] for group in optimizer.param_groups})
     return facts
 
 
@@ -69,6 +67,7 @@ def test_each_rank_has_a_part_of_the_model(built, name):
     job = load(CONFIGS / f"{name}.yaml").config
     card = resolve_card(job)
     total = counting.count(card).total
+    assert {type(rate) for facts in built[name] for rate in facts["rates"]} == {float}
     for facts in built[name]:
         assert 0 < facts["layers"] <= card.num_layers
         if job.parallel.pipeline_parallel_size == 1:

@@ -104,8 +104,8 @@ def run(
     """Runs a job of six steps, saved each two, on which `at[step]` is applied on rank `on` just before that step.
 
     once: it is taken back before the next step. after: it is applied just after that step. Returns the error (None if
-    the job came to its end), the steps that are saved, the records of metrics.jsonl, and by step whether weights and
-    biases stayed as they were.
+    the job came to its end), the steps that are saved, the records of metrics.jsonl, by step whether weights and
+    biases stayed as they were, the summary, and whether there is a picture.
     """
     sections = {"train": {"steps": 6}, "checkpoint": {"save_interval": 2}, **sections}
     sections["train"] = {"steps": 6, **sections["train"]}
@@ -146,7 +146,14 @@ def run(
     dist.barrier()
     lines = (job.run_dir / "metrics.jsonl").read_text().splitlines()
     saved = sorted(int(path.name[5:]) for path in (job.run_dir / "checkpoints").glob("step_????????"))
-    return {"error": error, "saved": saved, "records": [json.loads(line) for line in lines], "unchanged": unchanged}
+    return {
+        "error": error,
+        "saved": saved,
+        "records": [json.loads(line) for line in lines],
+        "unchanged": unchanged,
+        "summary": json.loads((job.run_dir / "summary.json").read_text()),
+        "drawn": (job.run_dir / "curves.png").exists(),
+    }
 
 
 def _state(chunks: list) -> list[torch.Tensor]:

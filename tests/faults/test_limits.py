@@ -29,7 +29,7 @@ def test_minutes_then_slurms_end_then_its_signal(tmp_path):
         assert life.end() == 0, life.said()
         assert "SIGUSR1: saving at the end of this step, then stopping" in life.said()
     summary = json.loads((job.run_dir / "summary.json").read_text())
-    assert summary["stopped"] == "asked by a signal"
+    assert summary["stopped"] == "asked by SIGUSR1"
     last = job.saved()[-1]
     assert ends[1] == ends[0] + 1, "it was late when its first step ended"
     assert last >= ends[1] + 5

@@ -26,7 +26,7 @@ def _all_jobs(rank: int, world: int, folder: Path) -> dict[str, dict]:
     spikes = {"spike": "rollback", "spike_window": 8, "skip_steps": 1}
     skip, back = {"guard": {"nonfinite": "skip"}}, {"guard": {"nonfinite": "rollback"}}
     return {
-        "weight on EP rank 1": jobs.run(folder, "w", {4: w13}, on=1, **EP),
+        "weight on EP rank 1": jobs.run(folder, "w", {4: w13}, on=1, **EP, log={"figure": True}),
         "output on TP rank 1": jobs.run(folder, "tp", {4: attention}, on=1, **TP),
         "output on PP rank 1": jobs.run(folder, "pp", {4: jobs.output("mlp.experts", math.inf, 2)}, on=1, **PP),
         "gradient on DP rank 1": jobs.run(folder, "g", {4: gradient}, on=1, **EP),
@@ -84,6 +84,17 @@ def test_every_rank_stops_and_names_the_place(found, job, began):
         assert ranks[job]["saved"] == [2]
         assert ranks[job]["unchanged"] == {1: False, 2: False, 3: False, 4: True}
         assert [record["step"] for record in ranks[job]["records"] if "loss" in record] == [1, 2, 3]
+
+
+def test_a_run_that_the_guard_ends_leaves_summary_and_picture(found):
+    ended = ("weight on EP rank 1", 3), ("skip too often", 3), ("rollback to nothing", 1), ("balancing bias", 2)
+    for job, steps in ended:
+        summary = found[0][job]["summary"]
+        assert (summary["stopped"], summary["steps"]) == ("by guard", steps)
+        assert found[0][job]["drawn"] == (job == "weight on EP rank 1")
+    (event,) = [record for record in found[0]["weight on EP rank 1"]["records"] if "event" in record]
+    assert (event["step"], event["event"], event["action"]) == (4, "nonfinite", "stop")
+    assert found[0]["skip"]["summary"]["stopped"] is None
 
 
 def test_a_step_that_is_skipped_changes_nothing_and_the_run_goes_on(found):

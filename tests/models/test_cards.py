@@ -227,3 +227,24 @@ def test_table_rows_survive_json_and_agree_with_the_counts():
 def test_the_guide_shows_this_very_table():
     guide = Path(__file__).parents[2] / "docs" / "models.md"
     assert markdown() in guide.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        {"num_layers": 10**9},
+        {"num_mtp_layers": 10**9},
+        {"hidden_size": 10**9},
+        {"num_heads": 10**8, "num_kv_heads": 10**8},
+        {"head_dim": 10**9},
+        {"vocab_size": 10**12},
+        {"dense_ffn_size": 10**9},
+        {"moe": {"num_experts": 10**9}},
+        {"moe": {"expert_ffn_size": 10**9}},
+        {"moe": {"num_shared_experts": 1, "shared_ffn_size": 10**9}},
+    ],
+    ids=lambda override: next(iter(override)),
+)
+def test_sizes_that_would_hang_or_fill_memory_are_refused(override):
+    with pytest.raises(ValidationError, match="less than or equal to"):
+        load_card("qwen3-30b-a3b").with_overrides(override)

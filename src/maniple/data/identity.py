@@ -9,22 +9,23 @@ from __future__ import annotations
 from typing import Any
 
 from maniple.config.schema import TrainConfig
-from maniple.data.indexed import content_mark
+from maniple.data.indexed import content_mark, sampled_mark
 from maniple.data.packing import ORDER_VERSION
 from maniple.data.sources import Part, Source
 from maniple.errors import UserError
 
 
 def identity(config: TrainConfig, source: Source) -> dict[str, Any]:
-    """JSON data that is equal for two jobs exactly if sample i is the same for both.
+    """JSON data that tell whether sample i is the same for two jobs.
 
-    Datasets are known by their content (sizes, and a hash of both ends of their files), not by their path, and
-    weights as exact fractions. What only shapes validation is left out.
+    Datasets are known by their content (sizes, and hashes of both ends of their files and of blocks between), not by
+    their path, and weights as exact fractions. What only shapes validation is left out.
     """
 
     def described(part: Part) -> dict[str, Any]:
         documents = f"{part.first} to {part.stop}"
-        return {"content": content_mark(part.prefix), "documents": documents, "weight": str(part.weight)}
+        content = f"{content_mark(part.prefix)}-{sampled_mark(part.prefix)}"
+        return {"content": content, "documents": documents, "weight": str(part.weight)}
 
     return {
         "order": ORDER_VERSION,

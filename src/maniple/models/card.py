@@ -11,6 +11,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+# Far past any model, and short of what would hang or exhaust memory before a word is said.
+_MOST_LAYERS, _MOST_EXPERTS, _MOST_HEADS, _WIDEST, _MOST_TOKENS = 2048, 1 << 16, 1 << 14, 1 << 20, 1 << 27
+
 
 class _Facts(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -19,11 +22,11 @@ class _Facts(BaseModel):
 class MLA(_Facts):
     """Multi-head latent attention (DeepSeek-V2): low-rank query and key/value, a rotary part beside a plain part."""
 
-    q_lora_rank: int | None = Field(None, ge=1, description="None: the query has no low-rank bottleneck")
-    kv_lora_rank: int = Field(ge=1)
-    qk_nope_head_dim: int = Field(ge=1)
-    qk_rope_head_dim: int = Field(ge=2)
-    v_head_dim: int = Field(ge=1)
+    q_lora_rank: int | None = Field(None, ge=1, le=_WIDEST, description="None: the query has no low-rank bottleneck")
+    kv_lora_rank: int = Field(ge=1, le=_WIDEST)
+    qk_nope_head_dim: int = Field(ge=1, le=_WIDEST)
+    qk_rope_head_dim: int = Field(ge=2, le=_WIDEST)
+    v_head_dim: int = Field(ge=1, le=_WIDEST)
 
 
 class Yarn(_Facts):
@@ -63,11 +66,11 @@ class Router(_Facts):
 
 
 class MoE(_Facts):
-    num_experts: int = Field(ge=1)
+    num_experts: int = Field(ge=1, le=_MOST_EXPERTS)
     topk: int = Field(ge=1)
-    expert_ffn_size: int = Field(ge=1)
-    num_shared_experts: int = Field(0, ge=0)
-    shared_ffn_size: int = Field(0, ge=0, description="intermediate size of all shared experts together")
+    expert_ffn_size: int = Field(ge=1, le=_WIDEST)
+    num_shared_experts: int = Field(0, ge=0, le=_MOST_EXPERTS)
+    shared_ffn_size: int = Field(0, ge=0, le=_WIDEST, description="intermediate size of all shared experts together")
     num_dense_layers: int = Field(0, ge=0, description="leading layers with a dense MLP")
     linear_bias: bool = Field(False, description="expert matrices have biases (GPT-OSS)")
     activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
@@ -92,12 +95,12 @@ class ModelCard(_Facts):
     name: str = Field(max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     family: str = Field(description="transformers' model_type of the family")
     huggingface: str | None = Field(None, description="hub repository of the reference weights")
-    num_layers: int = Field(ge=1)
-    hidden_size: int = Field(ge=1)
-    dense_ffn_size: int = Field(0, ge=0, description="0: no dense layers")
-    num_heads: int = Field(ge=1)
-    num_kv_heads: int = Field(ge=1, description="equals num_heads for MLA")
-    head_dim: int = Field(ge=1, description="for MLA: nope + rope")
+    num_layers: int = Field(ge=1, le=_MOST_LAYERS)
+    hidden_size: int = Field(ge=1, le=_WIDEST)
+    dense_ffn_size: int = Field(0, ge=0, le=_WIDEST, description="0: no dense layers")
+    num_heads: int = Field(ge=1, le=_MOST_HEADS)
+    num_kv_heads: int = Field(ge=1, le=_MOST_HEADS, description="equals num_heads for MLA")
+    head_dim: int = Field(ge=1, le=_WIDEST, description="for MLA: nope + rope")
     mla: MLA | None = None
     rope: Rope = Rope()
     qk_norm: Literal["none", "per_head", "full_width"] = "none"
@@ -107,8 +110,8 @@ class ModelCard(_Facts):
     sliding_window: int | None = Field(None, ge=1, description="tokens a query sees, itself included")
     sliding_layers: Literal["none", "even", "all"] = "none"
     moe: MoE
-    num_mtp_layers: int = Field(0, ge=0)
-    vocab_size: int = Field(ge=1)
+    num_mtp_layers: int = Field(0, ge=0, le=_MOST_LAYERS)
+    vocab_size: int = Field(ge=1, le=_MOST_TOKENS)
     tied_embeddings: bool = False
     norm_eps: float = Field(1e-6, gt=0)
     init_std: float = Field(0.02, gt=0)

@@ -2,8 +2,9 @@
 
 Ranks of one pipeline stage are alike. They hold the same layers, cut into equal parts (what does not divide is refused,
 what is laid out in buffers is padded), and differ by which part, which experts and which samples are theirs: by values,
-which decide no communication. So one rank a stage is run, another place in it at each stage, and at three stages a
-second one, as far from the first as can be, to see that the claim holds.
+which decide no communication. So one rank a stage is run, another place in it at each stage. Nor do passes differ by
+the number of their micro-batch: those like an earlier one are not run (`passes.py`). To see that both claims hold, at
+three stages another rank is run, as far from the first as can be, and every pass of it.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ import os
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from rich.table import Table
 
 from maniple.config.schema import TrainConfig
 from maniple.engines.megatron.dry_run.matching import Fault, World, alike, compare, same_groups, simulate
@@ -31,8 +35,8 @@ FAULTS_EXIT_CODE = 3  # of a dry run that found ranks which do not fit
 
 @dataclass(frozen=True)
 class AllRanks:
-    """A job's programs, one a pipeline stage, and what does not fit. `again`: ranks run to check that a stage's ranks
-    are alike."""
+    """A job's programs, one a pipeline stage, and what does not fit. `again`: ranks run whole, to check that ranks of a
+    stage are alike, and passes of a rank."""
 
     world_size: int
     stages: list[RankProgram]
@@ -42,16 +46,17 @@ class AllRanks:
 
 
 def distinct_ranks(world_size: int, stages: int) -> tuple[list[int], list[int]]:
-    """One rank of each pipeline stage, by stage; and further ranks, of the first, the middle and the last stage."""
+    """One rank of each pipeline stage, by stage; and those to be run whole, of the first, the middle and the last
+    stage: other ones, where a stage has more than one."""
     size = world_size // stages  # upstream's order of ranks has the pipeline outermost
     # from the first place in the first stage to the last in the last, so that all kinds of places are among them
     first = [stage * size + stage * (size - 1) // max(1, stages - 1) for stage in range(stages)]
     far = [size - 1, stages // 2 * size + size - 1, (stages - 1) * size]
-    return first, sorted(set(far) - set(first))
+    return first, sorted(set(far))
 
 
 def examine(programs: list[RankProgram], again: list[RankProgram], world_size: int) -> list[Fault]:
-    """All that is wrong with the programs of one rank a stage, and of more ranks that are to be like them."""
+    """All that is wrong with the programs of one rank a stage, and of ranks run whole that are to be like them."""
     size = world_size // len(programs)
     stages, more = [p.program for p in programs], [p.program for p in again]
     faults = same_groups([*stages, *more])
@@ -75,11 +80,12 @@ def check(
     communicate. `progress` gets what is being done, how much of it is done, and how much there is."""
     started = time.monotonic()
     first, again = distinct_ranks(world_size, job.parallel.pipeline_parallel_size)
-    ranks = [*first, *again]
-    count = min(len(ranks), processes or len(os.sched_getaffinity(0)))
-    found = _on_processes([(job, card, rank, world_size) for rank in ranks], count, progress)
-    progress("comparing", len(ranks), len(ranks))
-    stages, more = found[: len(first)], found[len(first) :]
+    # the long ones first
+    tasks = [(job, card, rank, world_size, True) for rank in again]
+    tasks += [(job, card, rank, world_size, False) for rank in first]
+    found = _on_processes(tasks, min(len(tasks), processes or len(os.sched_getaffinity(0))), progress)
+    progress("comparing", len(tasks), len(tasks))
+    more, stages = found[: len(again)], found[len(again) :]
     return AllRanks(world_size, stages, more, examine(stages, more, world_size), time.monotonic() - started)
 
 
@@ -197,34 +203,69 @@ def run(job: TrainConfig, card: ModelCard, world_size: int, *, as_json: bool = F
     return FAULTS_EXIT_CODE if found.faults else 0
 
 
+# Megatron-Core's kinds of groups, by what people call them
+_NAMES = {
+    "tensor_model_parallel": "TP",
+    "pipeline_model_parallel": "PP",
+    "context_parallel": "CP",
+    "data_parallel": "DP",
+    "data_parallel_with_cp": "DP x CP",
+    "tensor_and_context_parallel": "TP x CP",
+    "tensor_and_data_parallel": "TP x DP",
+    "tensor_and_data_parallel_with_cp": "TP x DP x CP",
+    "model_parallel": "TP x PP",
+    "expert_model_parallel": "EP",
+    "expert_tensor_parallel": "ETP",
+    "expert_tensor_and_model_parallel": "ETP x EP",
+    "expert_data_parallel": "expert DP",
+    "embedding": "embeddings",
+}
+_COLUMNS = 4  # kinds of groups with one of their own, those that carry most; with the others' sum they fit 100 columns
+
+
+def table_of(card: ModelCard, found: AllRanks) -> Table:
+    """Calls and MiB of a rank of each stage by kind of group, at most 100 columns wide."""
+    traffic = [run.program.traffic() for run in found.stages]
+    totals: Counter[str] = Counter()
+    for of in traffic:
+        for kind, sums in of.items():
+            totals[kind] += sums["bytes"]
+    named = [kind for kind, _ in totals.most_common() if kind in _NAMES][:_COLUMNS]
+    first, size = found.stages[0], found.world_size // len(found.stages)
+    passes = f"{first.micro_batches_run} of {first.micro_batches_a_step} micro-batches a step"
+    table = Table(
+        title=f"{card.name} on {found.world_size:,} ranks, {size:,} a pipeline stage\n"
+        f"calls/MiB of a rank by group, {passes}",
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        pad_edge=False,
+    )
+    for heading in ("stage", "parameters", *(_NAMES[kind] for kind in named), "others"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for stage, (one, of) in enumerate(zip(found.stages, traffic, strict=True)):
+        others = [sums for kind, sums in of.items() if kind not in named]
+        rest = {key: sum(sums[key] for sums in others) for key in ("calls", "bytes")}
+        cells = [_cell(sums) for sums in (*(of.get(kind) for kind in named), rest)]
+        table.add_row(str(stage), f"{one.parameters:,}", *cells)
+    return table
+
+
+def _cell(sums: dict[str, int] | None) -> str:
+    if not sums or not sums["calls"]:
+        return ""
+    size = sums["bytes"] / 2**20
+    return f"{sums['calls']:,}/{size:,.{0 if size >= 100 else 1}f}"
+
+
 def _print(card: ModelCard, found: AllRanks) -> None:
     from rich.console import Console
-    from rich.table import Table
 
-    traffic = [run.program.traffic() for run in found.stages]
-    # what is made with the job and used once says little
-    kinds = sorted(
-        {kind for stage in traffic for kind in stage}, key=lambda k: -sum(s[k]["bytes"] for s in traffic if k in s)
-    )
-    first = found.stages[0]
-    table = Table(
-        title=f"{card.name} on {found.world_size:,} ranks, {found.world_size // len(found.stages):,} a pipeline stage: "
-        f"calls and MiB a rank, {first.micro_batches_run} of {first.micro_batches_a_step} micro-batches a step"
-    )
-    for heading in (
-        "stage",
-        "parameters",
-        "events",
-        *(kind.replace("_parallel", "").replace("_", " ") for kind in kinds),
-    ):
-        table.add_column(heading, justify="right")
-    for stage, (one, of) in enumerate(zip(found.stages, traffic, strict=True)):
-        cells = [f"{of[kind]['calls']:,} / {of[kind]['bytes'] / 2**20:,.1f}" if kind in of else "" for kind in kinds]
-        table.add_row(str(stage), f"{one.parameters:,}", f"{len(one.program.events):,}", *cells)
-    console = Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False)
-    console.print(table)
+    console = Console(width=None if sys.stdout.isatty() else 100, markup=False, highlight=False)
+    console.print(table_of(card, found))
     console.print(
-        f"ranks run: one of each stage, and {', '.join(str(r.program.rank) for r in found.again) or 'no more'}"
+        f"ranks run: one of each stage, and {', '.join(str(r.program.rank) for r in found.again)} with every pass",
+        soft_wrap=True,
     )
     for fault in found.faults:
         console.print(f"fault: {fault}", soft_wrap=True)
@@ -233,5 +274,6 @@ def _print(card: ModelCard, found: AllRanks) -> None:
     else:
         console.print(
             f"every group's members call the same, every message has its two ends, and all {found.world_size:,} ranks "
-            f"reach the end ({found.seconds:.0f} s)"
+            f"reach the end ({found.seconds:.0f} s)",
+            soft_wrap=True,
         )

@@ -71,6 +71,16 @@ class Recorder(TorchDispatchMode):
     def program(self) -> Program:
         return Program(dist.get_rank(), self.groups, self.events)
 
+    def mark(self) -> tuple[int, int]:
+        """Where the program is: its events until now, and how many of them are issues."""
+        return len(self.events), self._issued
+
+    def repeat(self, events: tuple[Event, ...], base: int) -> None:
+        """Writes events down once more. base: issues before them, the first time, which their waits count from."""
+        later = self._issued - base
+        self.events += [event + later if isinstance(event, int) else event for event in events]
+        self._issued += sum(not isinstance(event, int) for event in events)
+
     def __enter__(self) -> Recorder:
         world = dist.group.WORLD
         assert world is not None
@@ -86,7 +96,7 @@ class Recorder(TorchDispatchMode):
             (p2p_communication, "_p2p_ops", self._stage_messages),
             (p2p_communication, "_batched_p2p_ops", self._stage_messages),
         ):
-            self._patches.enter_context(_replaced(module, name, wrap))
+            self._patches.enter_context(replaced(module, name, wrap))
         return super().__enter__()
 
     def __exit__(self, *exc) -> None:
@@ -265,7 +275,7 @@ class _Work(dist._Work):
 
 
 @contextlib.contextmanager
-def _replaced(module, name: str, wrap: Callable) -> Iterator[None]:
+def replaced(module, name: str, wrap: Callable) -> Iterator[None]:
     original = getattr(module, name)
     setattr(module, name, wrap(original))
     try:

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from maniple.config.schema import TrainConfig
 from maniple.engines.megatron import cpu, parallel
-from maniple.engines.megatron.dry_run import stage_shapes
+from maniple.engines.megatron.dry_run import fused, stage_shapes
 from maniple.engines.megatron.dry_run.collectives import Recorder
 
 META = torch.device("meta")
@@ -32,6 +32,8 @@ class _NoValues(TorchFunctionMode):
             kwargs = {**kwargs, "device": META}
         if func in (torch.Tensor.cuda, torch.Tensor.cpu):
             return args[0]
+        if func in fused.BY_FUNCTION:
+            return fused.BY_FUNCTION[func](*args, **kwargs)
         if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], str | torch.device):
             args = (args[0], META, *args[2:])
         elif func is torch.Tensor.type and len(args) == 1 and not kwargs:
