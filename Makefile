@@ -52,7 +52,7 @@ $(STAMP): pyproject.toml requirements/constraints.txt
 	    rm -rf $(VENV); \
 	    "$$python" -m venv $(VENV) || exit 1; \
 	fi
-	@echo "env: installing what requirements/constraints.txt pins (several GB the first time; minutes)"
+	@echo "env: installing what requirements/constraints.txt pins: several GB the first time, 3 to 6 minutes without a word"
 	@$(PY) -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt -e '.[dev]'
 	@$(PY) -c 'import torch, maniple; print("env: ready: maniple", maniple.__version__, "torch", torch.__version__)'
 	@touch $@

@@ -55,5 +55,10 @@ for version in $versions; do
 done
 
 echo "Maniple needs Python 3.12, 3.13 or 3.14 with its venv module. Found on the PATH and under pyenv:${seen:- none at all}
-Install one (Debian, Ubuntu: apt-get install python3 python3-venv), or name it: make env PYTHON=/where/it/is/python3" >&2
+Get one in one of these ways, then say \`make env\` again as shown:
+  pyenv install 3.12            make env
+  uv python install 3.12        make env PYTHON=\$(uv python find --system 3.12)
+  conda create -n py312 python=3.12
+                                make env PYTHON=\$(conda run -n py312 which python)
+  one that is there already     make env PYTHON=/where/it/is/python3" >&2
 exit 1

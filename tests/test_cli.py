@@ -4,13 +4,16 @@ import json
 import os
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
 import pytest
+import yaml
 
 import maniple
 from maniple import cli
+from maniple.models import counting, load_card
 
 ROOT = Path(__file__).parents[1]
 DEMO = str(ROOT / "configs" / "demo.yaml")
@@ -75,6 +78,89 @@ def test_help_imports_nothing_heavy():
         assert command in done.stdout
 
 
+def test_flags_have_no_type_in_the_help(capsys):
+    for words in (["train"], ["bench", "grouped-gemm"], ["models"], ["checkpoint"], ["checkpoint", "inspect"], []):
+        assert cli.main([*words, "--help"]) == 0
+        said = capsys.readouterr().out
+        assert "--help" in said
+        assert "bool" not in said
+
+
+def test_mistakes_are_told_before_torch_is_imported():
+    jobs = [
+        ["--nproc", "0"],
+        ["--nproc", "3"],
+        ["--nproc", "2", "train.global_batch_size=9"],
+        ["--nproc", "2", "--master-addr", "host.invalid"],
+        ["--nproc", "2", "--resume", "/nothing"],
+        ["--nproc", "2", "data.source=megatron", "data.train=[gone]", "data.tokenizer=gone"],
+        ["--dry-run", "--world-size", "3"],
+    ]
+    code = (
+        "import sys; from maniple import cli; from maniple.launch import torchrun; torchrun._UNKNOWN_SECONDS = 0.1\n"
+        "torchrun.run = None\n"
+        f"codes = [cli.main(['train', {DEMO!r}, *words]) for words in {jobs!r}]\n"
+        "print('torch' in sys.modules, codes)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
+    assert done.stdout == f"False {[2] * len(jobs)}\n"
+    for said, what in zip(
+        done.stderr.splitlines(),
+        (
+            "at least one process",
+            "multiple of 2",
+            "global_batch_size 9",
+            "--master-addr host.invalid",
+            "/nothing",
+            "gone",
+            "of 2",
+        ),
+        strict=True,
+    ):
+        assert what in said
+
+
+def test_without_a_driver_gpus_are_counted_without_torch(monkeypatch):
+    from maniple.launch import torchrun
+
+    asked = []
+    cuda = types.SimpleNamespace(device_count=lambda: asked.append(1) or 3)
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(torchrun, "_DEVICES", ("/no/such/device*",))
+    assert (torchrun.visible_gpus(), asked) == (0, [])
+    monkeypatch.setattr(torchrun, "_DEVICES", ("/no/such/device*", "/dev/nul*"))
+    assert (torchrun.visible_gpus(), asked) == (3, [1])
+
+
+def test_a_job_that_failed_says_from_where_it_goes_on(monkeypatch, capsys, tmp_path):
+    from maniple.engines.megatron.checkpoint import files
+    from maniple.launch import torchrun
+
+    folder = tmp_path / "it" / "checkpoints" / "step_00000020"
+
+    def fails(*_):
+        folder.mkdir(parents=True)
+        return 137
+
+    started, saved = time.time(), [0.0]
+    manifest = {"step": 20}
+    monkeypatch.setattr(
+        files, "newest_first", lambda folders: ([(f, manifest | {"saved": saved[0]}) for f in folders], [])
+    )
+    monkeypatch.setattr(torchrun, "run", fails)
+    words = ["train", DEMO, "--nproc", "2", "train.device=cpu", "--name", "it", f"output_dir={tmp_path}"]
+    for when, resume, hint in (
+        (started + 1e6, [], "maniple: go on with --resume auto (step 20)\n"),
+        (started - 1e6, [], ""),  # another job's
+        (started - 1e6, ["--resume", "auto"], "maniple: go on with --resume auto (step 20)\n"),
+    ):
+        saved[0] = when
+        assert cli.main([*words, *resume]) == 137
+        assert capsys.readouterr().err == hint
+        folder.rmdir()
+        folder.parent.rmdir()
+
+
 def test_models_and_config_need_no_torch():
     code = (
         "import sys; from maniple import cli\n"
@@ -108,6 +194,15 @@ def test_version_and_no_arguments(capsys):
         (["train", DEMO, "model.card=deepseek-v9"], "did you mean"),
         (["train", "configs"], "configs: "),
         (["train", DEMO, "--dry-run"], "--dry-run needs --world-size"),
+        (
+            ["train", DEMO, "--dry-run", "--nproc", "2"],
+            "--nproc 2 starts processes, and a dry run starts none: give --w",
+        ),
+        (["train", DEMO, "--dry-run", "--nproc", "2", "--world-size", "2"], "a dry run starts none"),
+        (
+            ["train", DEMO, "train.device=cpu", "--nproc", "2", "--name", "x", f"output_dir={DEMO}"],
+            f"{DEMO} is no folder",
+        ),
         (["train", DEMO, "--dry-run", "--world-size", "2", "--rank", "2"], "--rank 2: expected 0 to 1"),
         (["train", DEMO, "--dry-run", "--world-size", "3"], "world size 3 is not a multiple of 2"),
         (["train", DEMO, "--rank", "0"], "belong to --dry-run"),
@@ -134,7 +229,8 @@ def test_ctrl_c_and_a_crash(monkeypatch, engine, capsys):
     dry_run = ["train", DEMO, "--dry-run", "--world-size", "2"]
     monkeypatch.setattr(sys.modules["maniple.engines.megatron.dry_run.one_rank"], "run", interrupted)
     assert cli.main(dry_run) == 130
-    assert capsys.readouterr().err == ""
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("maniple: dry run of rank 0 of 2: ")  # what takes long says so first, and nothing else
 
     def broken(*words, **options):
         raise RuntimeError("boom")
@@ -186,6 +282,50 @@ def test_a_rank_of_torchrun_trains_in_this_process(engine, monkeypatch, capsys):
             assert says in mistake(capsys, "train", DEMO)
 
 
+def test_a_checkpoint_that_is_none_is_refused_before_anything_starts(monkeypatch, capsys, tmp_path):
+    from maniple.launch import torchrun
+
+    monkeypatch.setattr(torchrun, "run", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(torchrun, "visible_gpus", lambda: pytest.fail("torch was asked"))
+    half, cut = tmp_path / "step_00000007.partial", tmp_path / "step_00000007"
+    half.mkdir()
+    cut.mkdir()
+    (cut / "maniple.json").write_text('{"format": 2')
+    for folder, says in [
+        (tmp_path / "nothing", "no checkpoint at {}: there is no such folder"),
+        (tmp_path, "no checkpoint at {}: it holds checkpoints and is none: none is whole"),
+        (half, "no checkpoint at {}: it was not written to its end"),
+        (cut, "checkpoint {} is damaged: its maniple.json cannot be read"),
+    ]:
+        for words in (["--resume", str(folder)], [f"checkpoint.resume={folder}"]):
+            assert says.format(folder) in mistake(capsys, "train", DEMO, *words)
+
+
+def test_a_model_that_fits_no_memory_is_refused_before_anything_starts(monkeypatch, capsys, tmp_path):
+    import psutil
+
+    from maniple.launch import torchrun
+
+    monkeypatch.setattr(torchrun, "run", lambda *_: 0)
+    monkeypatch.setattr(torchrun, "visible_gpus", lambda: 0)
+    memory = types.SimpleNamespace(total=24 * 2**30)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    job = tmp_path / "job.yaml"
+    job.write_text("extends: laptop\nmodel: {card: deepseek-v3}\n")
+    parameters = counting.count(load_card("deepseek-v3")).total_with_mtp
+    for device in ("cpu", "auto"):
+        said = mistake(capsys, "train", str(job), f"train.device={device}")
+        assert f"deepseek-v3 has {parameters:,} parameters, which take at least 1" in said
+        assert "GiB a machine to train, and this one has 24: take a smaller model (model.variant=tiny, " in said
+    for dtype, size in (("fp32", 16), ("bf16", 18)):
+        memory.total = size * parameters
+        assert cli.main(["train", str(job), f"precision.dtype={dtype}"]) == 0
+        memory.total -= 1
+        assert "take at least" in mistake(capsys, "train", str(job), f"precision.dtype={dtype}")
+    monkeypatch.setattr(torchrun, "visible_gpus", lambda: 1)
+    assert cli.main(["train", str(job)]) == 0  # a GPU's memory is another matter
+
+
 def test_gpus_decide_how_many_processes_start(monkeypatch, capsys):
     from maniple.launch import torchrun
 
@@ -196,7 +336,8 @@ def test_gpus_decide_how_many_processes_start(monkeypatch, capsys):
     launch, module, words = started.pop()
     assert (launch.nproc, launch.world_size, module) == (4, 4, "maniple")
     assert words == ["train", "--set=train.global_batch_size=32", '--set=name="x"', "--", DEMO]
-    assert "--nproc 6 and 4 visible GPUs" in mistake(capsys, "train", DEMO, "--nproc", "6")
+    many = mistake(capsys, "train", DEMO, "--nproc", "6", "train.global_batch_size=24")
+    assert "--nproc 6 and 4 visible GPUs" in many
     assert cli.main(["train", DEMO, "--nproc", "8", "train.device=cpu", "train.micro_batch_size=1"]) == 0
     assert started.pop()[0].nproc == 8
     monkeypatch.setattr(torchrun, "visible_gpus", lambda: 0)
@@ -214,9 +355,20 @@ def test_models_as_json_and_as_a_table(capsys):
     table = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in table[1:]] == [row["name"] for row in rows]
     assert cli.main(["models", "deepseek-v3"]) == 0
-    assert "card.mla.kv_lora_rank" in capsys.readouterr().out
+    card = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:])
+    assert card["active_parameters"].strip() == f"{by_name['deepseek-v3']['active_parameters']:,}"
+    # as YAML has it, to be pasted
+    facts = {
+        key: yaml.safe_load(card[f"card.{key}"]) for key in ("vocab_size", "qkv_bias", "sliding_window", "norm_eps")
+    }
+    assert facts == {"vocab_size": 129280, "qkv_bias": False, "sliding_window": None, "norm_eps": 1e-6}
     assert cli.main(["models", "deepseek-v3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["card"]["hidden_size"] == 7168
+
+
+def test_config_show_refuses_a_model_that_cannot_be(capsys):
+    said = mistake(capsys, "config", "show", DEMO, "model.overrides.moe.topk=200")
+    assert "moe.topk 200 is more than moe.num_experts 8" in said
 
 
 def test_config_show_as_json(capsys):

@@ -1,4 +1,4 @@
-"""The command line: `maniple train · bench · preflight · models · data prepare · checkpoint … · config show`.
+"""The command line: `maniple train · bench · preflight · models · data … · checkpoint … · config show`.
 
 Everything heavy is imported inside the command that needs it, so that `maniple --help` answers at once. Exit codes:
 0, 2 for a user's mistake (one line on standard error), 130 for Ctrl-C, and whatever a job's workers ended with.
@@ -11,31 +11,47 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from maniple import __version__
 from maniple.errors import UserError
 from maniple.launch import worker
 
-if TYPE_CHECKING:
-    from maniple.config.schema import TrainConfig
-    from maniple.launch.torchrun import Launch
-    from maniple.models.card import ModelCard
+
+class _Flags:
+    """Flags without a type beside them in the help: they take no value."""
+
+    def get_params(self, ctx):
+        params = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False) and param.metavar is None:
+                param.metavar = ""
+        return params
+
+
+class _Command(_Flags, TyperCommand):
+    pass
+
+
+class _Group(_Flags, TyperGroup):
+    pass
+
 
 app = typer.Typer(
     name="maniple",
+    cls=_Group,
     help="Trains mixture-of-experts language models.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-data_app = typer.Typer(help="Datasets for training.")
-config_app = typer.Typer(help="Job files.")
-checkpoint_app = typer.Typer(help="Checkpoints of runs.")
-bench_app = typer.Typer(help="Speeds of kernels on this machine.")
+data_app = typer.Typer(cls=_Group, help="Datasets for training.")
+config_app = typer.Typer(cls=_Group, help="Job files.")
+checkpoint_app = typer.Typer(cls=_Group, help="Checkpoints of runs.")
+bench_app = typer.Typer(cls=_Group, help="Speeds of kernels on this machine.")
 app.add_typer(data_app, name="data")
 app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
@@ -58,7 +74,7 @@ def _root(
         print(context.get_help())
 
 
-@app.command()
+@app.command(cls=_Command)
 def train(
     config: Config,
     overrides: Overrides = None,
@@ -98,20 +114,9 @@ def train(
     card = resolve_card(job)
 
     if dry_run:
-        if world_size is None:
-            raise UserError("--dry-run needs --world-size: the number of ranks of the job it stands for")
-        check(job, card, world_size)
-        if not 0 <= (rank or 0) < world_size:
-            raise UserError(f"--rank {rank}: expected 0 to {world_size - 1} for --world-size {world_size}")
-        if all_ranks:
-            if rank is not None:
-                raise UserError("--all-ranks runs every distinct rank: leave --rank out")
-            from maniple.engines.megatron.dry_run import all_ranks as every
+        from maniple.launch import dry_run as dry
 
-            return every.run(job, card, world_size, as_json=as_json)
-        from maniple.engines.megatron.dry_run import one_rank as dry
-
-        return dry.run(job, card, rank or 0, world_size, as_json=as_json)
+        return dry.run(job, card, nproc=nproc, rank=rank, all_ranks=all_ranks, world_size=world_size, as_json=as_json)
     if rank is not None or world_size is not None or all_ranks or as_json:
         raise UserError(
             "--rank, --all-ranks, --world-size and --json belong to --dry-run; --nproc sets how many processes train"
@@ -128,10 +133,11 @@ def train(
 
         return trainer.main(job, card, restarted=worker.is_restarted(), report=worker.report)
 
-    from maniple.launch import torchrun
+    from maniple.launch.start import start
+    from maniple.launch.torchrun import Launch
 
-    launch = torchrun.Launch(
-        nproc=_processes(nproc, job.train.device),
+    launch = Launch(
+        nproc=1 if nproc is None else nproc,
         nnodes=nnodes,
         node_rank=node_rank,
         master_addr=master_addr,
@@ -143,55 +149,11 @@ def train(
         max_restarts=max_restarts,
         stop_grace_seconds=job.train.stop_grace_seconds,
     )
-    launch.check()
-    check(job, card, launch.world_size, gpus_per_node=launch.nproc)
-    launch = replace(launch, fits=_fitting_nodes(job, card, launch))
-    from maniple.data.sources import check_files
-
-    check_files(job.data)
-    return torchrun.run(launch, "maniple", ["train", *(f"--set={text}" for text in sets), "--", str(config)])
+    words = ["train", *(f"--set={text}" for text in sets), "--", str(config)]
+    return start(job, card, launch, words, nproc=nproc)
 
 
-def _fitting_nodes(job: TrainConfig, card: ModelCard, launch: Launch) -> frozenset[int]:
-    """The numbers of nodes that the job fits. UserError, naming them, if the least that it may go on with is none."""
-    from maniple.config.check import check
-
-    fewest, most = launch.node_range
-    fits, refusals = [], {}
-    for nodes in range(fewest, most + 1):
-        try:
-            check(job, card, nodes * launch.nproc, gpus_per_node=launch.nproc)
-            fits.append(nodes)
-        except UserError as error:
-            refusals[nodes] = str(error)
-    said = ", ".join(map(str, fits))
-    if fewest in refusals:
-        raise UserError(
-            f"--nnodes {launch.nnodes}: with {fewest} node{'s' if fewest > 1 else ''} {refusals[fewest]}; the job fits "
-            f"{said}"
-        )
-    if refusals:
-        print(f"maniple: the job fits {said} nodes: left with another number it ends", file=sys.stderr)
-    return frozenset(fits)
-
-
-def _processes(nproc: int | None, device: str) -> int:
-    """Processes to start on this node: what was asked, else one a GPU; UserError where the GPUs do not suffice."""
-    if device == "cpu":
-        return 1 if nproc is None else nproc
-    from maniple.launch.torchrun import visible_gpus
-
-    gpus = visible_gpus()
-    if device == "gpu" and not gpus:
-        raise UserError("train.device is gpu and torch sees no GPU: check the driver, or set train.device=cpu")
-    if nproc is None:
-        return max(1, gpus)
-    if gpus and nproc > gpus:
-        raise UserError(f"--nproc {nproc} and {gpus} visible GPUs: lower --nproc, or set train.device=cpu")
-    return nproc
-
-
-@bench_app.command("grouped-gemm")
+@bench_app.command("grouped-gemm", cls=_Command)
 def grouped_gemm(
     model: Annotated[str, typer.Option(help="model card whose experts are measured")] = "qwen3-30b-a3b",
     variant: Annotated[
@@ -237,7 +199,7 @@ def grouped_gemm(
     )
 
 
-@app.command()
+@app.command(cls=_Command)
 def models(
     name: Annotated[str | None, typer.Argument(help="one model: its whole card")] = None, as_json: AsJson = False
 ) -> None:
@@ -270,7 +232,7 @@ def models(
     if as_json:
         print(json.dumps(facts, indent=2))
     else:
-        lines = [[key, f"{value:,}" if type(value) is int else str(value)] for key, value in _flat(facts)]
+        lines = [[key, _as_yaml(value) if key.startswith("card.") else _said(value)] for key, value in _flat(facts)]
         _print_table(["fact", "value"], lines)
 
 
@@ -286,6 +248,17 @@ def _print_table(headings: list[str], lines: list[list[str]], numbers: Iterable[
     Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False).print(table)
 
 
+def _said(value: object) -> str:
+    return "none" if value is None else f"{value:,}" if type(value) is int else str(value)
+
+
+def _as_yaml(value: object) -> str:
+    """On one line, as it can stand under model.overrides."""
+    import yaml
+
+    return yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, width=10**6).strip()[1:-1]
+
+
 def _flat(facts: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
     for key, value in facts.items():
         if isinstance(value, dict):
@@ -294,7 +267,7 @@ def _flat(facts: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
             yield f"{prefix}{key}", value
 
 
-@app.command()
+@app.command(cls=_Command)
 def preflight(
     config: OptionalConfig = None, overrides: Overrides = None, set_: Set = None, as_json: AsJson = False
 ) -> int:
@@ -313,7 +286,7 @@ def preflight(
     return machine.run(job.run_dir, checkpoint_bytes=size, as_json=as_json)
 
 
-@data_app.command()
+@data_app.command(cls=_Command)
 def prepare(
     inputs: Annotated[list[Path], typer.Argument(metavar="INPUT...", help="files or folders: JSON lines, or text")],
     output: Annotated[Path, typer.Option(metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")],
@@ -340,7 +313,26 @@ def prepare(
     print(f"{output}: {done.documents:,} documents, {done.tokens:,} tokens in {done.seconds:.1f} s", file=sys.stderr)
 
 
-@checkpoint_app.command()
+@data_app.command(cls=_Command)
+def tokenizer(
+    inputs: Annotated[list[Path], typer.Argument(metavar="INPUT...", help="files or folders: JSON lines, or text")],
+    output: Annotated[Path, typer.Option(metavar="FILE", help="the tokenizer.json to write; must not exist")],
+    vocab_size: Annotated[int, typer.Option(help="tokens, the end token and the 256 bytes among them")] = 32768,
+    key: Annotated[str, typer.Option(help="JSON lines: the field that holds the text")] = "text",
+    max_bytes: Annotated[
+        int | None, typer.Option(help="of larger input, read evenly chosen pieces of so many bytes in all")
+    ] = None,
+) -> None:
+    """Make a tokenizer.json from text: a byte-level BPE, which encodes any text."""
+    from maniple.data.new_tokenizer import make_tokenizer
+
+    made = make_tokenizer(inputs, output, vocab_size, key=key, max_bytes=max_bytes)
+    fewer = "" if made.vocab_size == vocab_size else f" (the text has no more pairs; {vocab_size:,} were asked for)"
+    read = f"{made.documents:,} documents, {made.characters:,} characters in {made.seconds:.1f} s"
+    print(f"{made.path}: {made.vocab_size:,} tokens{fewer}, from {read}", file=sys.stderr)
+
+
+@checkpoint_app.command(cls=_Command)
 def inspect(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="RUN/checkpoints/step_…")], as_json: AsJson = False
 ) -> None:
@@ -350,7 +342,7 @@ def inspect(
     checkpoint_report.inspect(folder, as_json=as_json)
 
 
-@checkpoint_app.command()
+@checkpoint_app.command(cls=_Command)
 def verify(folder: Annotated[Path, typer.Argument(metavar="DIR", help="a checkpoint, or a run: all of its")]) -> None:
     """Read every file and compare it with its digest; exit code 2, and what is damaged, if one differs."""
     from maniple.engines.megatron.checkpoint import report as checkpoint_report
@@ -358,13 +350,16 @@ def verify(folder: Annotated[Path, typer.Argument(metavar="DIR", help="a checkpo
     checkpoint_report.verify(folder)
 
 
-@config_app.command()
+@config_app.command(cls=_Command)
 def show(config: OptionalConfig = None, overrides: Overrides = None, set_: Set = None, as_json: AsJson = False) -> None:
     """Print every effective value of a job and where it came from."""
+    from maniple.config.check import resolve_card
     from maniple.config.load import load
     from maniple.config.show import show as print_job
 
-    print_job(load(config, [*(set_ or []), *(overrides or [])]), as_json=as_json)
+    loaded = load(config, [*(set_ or []), *(overrides or [])])
+    resolve_card(loaded.config)  # overrides that make no model are refused here as they are by `train`
+    print_job(loaded, as_json=as_json)
 
 
 def main(arguments: list[str] | None = None) -> int:

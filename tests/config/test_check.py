@@ -6,6 +6,7 @@ import pytest
 
 from maniple.config.check import check, data_parallel_size, pipeline_stages, resolve_card
 from maniple.config.load import load
+from maniple.config.schema import PrecisionConfig
 from maniple.errors import UserError
 from maniple.models import list_cards
 
@@ -79,6 +80,8 @@ def test_every_tiny_card_trains_on_one_and_two_ranks(card):
         (2, (pp(2), layout("Et|t|t|mL"), vpp(2))),
         (2, ("moe.dispatcher=local",)),
         (1, ("train.deterministic=true", "precision.dtype=fp32")),
+        (1, ("precision.recipe=fp8", "precision.bf16_first_layers=1", "precision.bf16_last_layers=1")),
+        (1, ("precision.bf16_first_layers=9",)),  # all are bf16 anyway
         (1, ("recompute.granularity=selective", "recompute.modules=[core_attn, shared_experts]")),
         (1, ("recompute.granularity=full", "recompute.num_layers=1")),
         (1, ("recompute.granularity=full", "recompute.layers=[0, 3]")),
@@ -132,7 +135,11 @@ def test_what_works_is_accepted(world_size, overrides):
         (4, (cp(2), ep(8)), "world size 4 is not a multiple of 8"),
         (2, ("moe.dispatcher=local", ep(2)), "moe.dispatcher local exchanges nothing"),
         (2, ("moe.dispatcher=local", etp(2)), "moe.dispatcher local exchanges nothing"),
-        (1, ("precision.recipe=fp8",), "precision.recipe fp8 is not wired into training in this version"),
+        (
+            1,
+            ("precision.recipe=fp8", "precision.bf16_first_layers=1", "precision.bf16_last_layers=2"),
+            "leave none of the 3 layers to precision.recipe fp8: lower them, or set precision.recipe=bf16",
+        ),
         (1, ("precision.recipe=mxfp8", "precision.dtype=fp32"), "precision.dtype is fp32"),
         (1, ("moe.overlap_exchange=true",), "overlap_exchange needs parallel.expert_parallel_size above 1"),
         (2, (ep(2), "moe.overlap_exchange=true", "precision.dtype=fp32"), "needs precision.dtype=bf16"),
@@ -153,7 +160,7 @@ def test_what_works_is_accepted(world_size, overrides):
         (1, ("recompute.granularity=full", "recompute.layers=[1, 1]"), "names a layer twice"),
         (1, ("recompute.granularity=selective", "recompute.modules=[mla_up_proj]"), "unknown 'mla_up_proj'"),
         (1, ("optimizer.min_learning_rate=1",), "min_learning_rate 1 is more than optimizer.learning_rate 0.0003"),
-        (1, ("train.steps=20",), "optimizer.warmup_steps 20 is not less than train.steps 20"),
+        (1, ("train.steps=20",), "never reach its peak: set more train.steps, or optimizer.warmup_steps=2"),
         (1, ("parallel.overlap_param_gather=true",), "needs parallel.distributed_optimizer and"),
     ],
 )
@@ -200,3 +207,18 @@ def test_numbers_that_would_overflow_later_are_refused():
     accepted(1, f"train.seed={2**31 - 1}")
     assert "is more than 1,099,511,627,776 samples" in refusal(1, f"train.steps={2**34 + 1}")
     accepted(1, f"train.steps={2**34}")
+
+
+def test_which_layers_run_in_the_recipe():
+    def recipes(layers, *, mtp=0, **ends):
+        precision = PrecisionConfig(recipe="fp8_block", **ends)
+        return [precision.recipe_of(layer, layers) for layer in range(layers + mtp)]
+
+    low, plain = "fp8_block", "bf16"
+    assert recipes(3) == [low] * 3
+    assert recipes(4, bf16_first_layers=1, bf16_last_layers=2) == [plain, low, plain, plain]
+    assert recipes(2, mtp=2) == [low] * 4
+    # MTP layers are as the last decoder layer is
+    assert recipes(3, mtp=2, bf16_last_layers=1) == [low, low, plain, plain, plain]
+    assert recipes(3, mtp=1, bf16_first_layers=2) == [plain, plain, low, low]
+    assert PrecisionConfig(bf16_first_layers=1).recipe_of(2, 3) == plain

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from maniple.config import load as config_load
 from maniple.config.load import PRESETS, Origin, load, presets
 from maniple.config.reference import keys
 from maniple.config.schema import TrainConfig
@@ -139,6 +140,19 @@ def test_extends_of_something_else(write, extends, says):
         ("model.overrides.mla.kv_rank", "'model.overrides.mla.kv_lora_rank'"),
         ("model.overrides.rope.yarn.facto", "'model.overrides.rope.yarn.factor'"),
         ("extends", "valid keys here: name, output_dir, model"),
+        ("parallel.tp", "'parallel.tensor_parallel_size'?"),
+        ("parallel.pp", "'parallel.pipeline_parallel_size'?"),
+        ("parallel.vpp", "'parallel.virtual_pipeline_size'?"),
+        ("parallel.cp", "'parallel.context_parallel_size'?"),
+        ("parallel.ep", "'parallel.expert_parallel_size'?"),
+        ("parallel.etp", "'parallel.expert_tensor_parallel_size'?"),
+        ("lr", "mean 'optimizer.learning_rate'?"),
+        ("optimizer.lr", "mean 'optimizer.learning_rate'?"),
+        ("train.lr", "mean 'optimizer.learning_rate'?"),
+        ("checkpoint.interval", "mean 'checkpoint.save_interval'?"),
+        ("checkpoint.save_every", "mean 'checkpoint.save_interval'?"),
+        ("guard.interval", "mean 'log.interval'?"),
+        ("train.xy", "valid keys here: steps"),
     ],
 )
 def test_an_unknown_key_at_any_depth_names_the_nearest(write, key, near):
@@ -185,7 +199,9 @@ def test_an_unknown_key_at_any_depth_names_the_nearest(write, key, near):
         ("model.vocab_size_multiple=100000000000000000000", "model.vocab_size_multiple: expected at most"),
         ("optimizer.learning_rate=1e300", "optimizer.learning_rate: expected at most 1000"),
         ("precision.dtype=fp16", "precision.dtype: expected 'bf16' or 'fp32', got 'fp16'"),
-        ("data.train=a", "data.train: expected a list, got 'a'"),
+        ("data.train=a", "data.train: expected a list, got 'a'; write data.train=[a]"),
+        ("recompute.layers=3", "recompute.layers: expected a list, got 3; write recompute.layers=[3]"),
+        ("recompute.layers=true", "recompute.layers: expected a list, got true"),
         ("data.train=[a, true]", "data.train[1]: expected text"),
         ("parallel=3", "parallel: expected a mapping of keys, got 3"),
         ("parallel=null", "parallel: expected a mapping of keys, got nothing (null)"),
@@ -210,6 +226,11 @@ def test_a_wrong_value_is_one_line_with_its_key(override, says):
     message = refusal(None, [override])
     assert message.startswith("command line: ")
     assert says in message
+
+
+def test_every_alias_leads_to_a_key():
+    assert set(config_load._ALIASES.values()) <= set(config_load._all_keys())
+    assert not set(config_load._ALIASES) & {key.rpartition(".")[2] for key in config_load._all_keys()}
 
 
 def test_a_wrong_value_in_a_file_names_file_and_line(write):

@@ -75,6 +75,7 @@ trainer = types.ModuleType("maniple.engines.megatron.trainer")
 trainer.main = _train
 engine = types.ModuleType("maniple.engines.megatron")  # the real package pays for torch and megatron
 engine.trainer = trainer
+engine.__path__ = [str(Path(cli.__file__).parent / "engines" / "megatron")]  # the launcher looks at checkpoints there
 sys.modules["maniple.engines.megatron"] = engine
 sys.modules["maniple.engines.megatron.trainer"] = trainer
 

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,11 +15,12 @@ import pytest
 
 import maniple
 from maniple.errors import UserError
+from maniple.launch import torchrun
 from maniple.launch.torchrun import Launch
 from maniple.launch.worker import LAUNCHER
 from maniple.metrics import pulse
 
-START = "maniple: starting {}\n"
+START = "maniple: starting {}: loading torch and Megatron-Core takes 10 to 25 s\n"
 HERE = Path(__file__).parent
 DEMO = str(HERE.parents[1] / "configs" / "demo.yaml")
 
@@ -56,17 +58,17 @@ def test_one_node_meets_on_the_loopback():
 
 
 def test_several_nodes_meet_at_an_address_or_a_rendezvous():
-    launch = Launch(8, nnodes=3, node_rank=2, master_addr="n0", master_port=1234)
+    launch = Launch(8, nnodes=3, node_rank=2, master_addr="localhost", master_port=1234)
     launch.check()
     assert launch.world_size == 24
     assert launch.torchrun_arguments("m", [])[:6] == [
         *("--nproc-per-node=8", "--nnodes=3", "--max-restarts=0"),
-        *("--master-addr=n0", "--node-rank=2", "--master-port=1234"),
+        *("--master-addr=localhost", "--node-rank=2", "--master-port=1234"),
     ]
-    launch = Launch(8, nnodes=3, rdzv_endpoint="n0:99", rdzv_id="job7")
+    launch = Launch(8, nnodes=3, rdzv_endpoint="localhost:99", rdzv_id="job7")
     launch.check()
     assert launch.torchrun_arguments("m", [])[3:6] == [
-        *("--rdzv-backend=c10d", "--rdzv-endpoint=n0:99", "--rdzv-id=job7")
+        *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:99", "--rdzv-id=job7")
     ]
 
 
@@ -99,10 +101,53 @@ def test_options_that_contradict_each_other(options, says):
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"nnodes": 2, "node_rank": 1, "master_addr": "host.invalid"},
+        {"nnodes": 2, "node_rank": 0, "master_addr": "host.invalid:29500"},
+        {"nnodes": 2, "node_rank": 1, "master_addr": "a..b"},
+        {"nnodes": 2, "rdzv_endpoint": "host.invalid:29400"},
+        {"nnodes": 2, "rdzv_endpoint": "host.invalid"},
+    ],
+)
+def test_a_host_that_no_one_knows_is_found_before_the_start(monkeypatch, options):
+    monkeypatch.setattr(torchrun, "_UNKNOWN_SECONDS", 0.1)
+    with pytest.raises(
+        UserError, match=r"^--(master-addr|rdzv-endpoint) \S+: this machine does not know that host \(.+\)"
+    ):
+        Launch(1, **options).check()
+
+
+def test_a_name_server_that_does_not_answer(monkeypatch):
+    answer = threading.Event()
+    monkeypatch.setattr(torchrun, "_RESOLVE_SECONDS", 0.1)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: answer.wait(30))
+    with pytest.raises(UserError, match=r"n0: this machine does not know that host \(no answer for 0 s\)"):
+        Launch(1, nnodes=2, node_rank=1, master_addr="n0").check()
+    answer.set()
+
+
+def test_a_host_that_becomes_known_in_time(monkeypatch):
+    asked = []
+
+    def getaddrinfo(host, port):
+        asked.append(host)
+        if len(asked) < 2:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    Launch(1, nnodes=2, rdzv_endpoint="[::1]:29400").check()
+    assert asked == ["::1", "::1"]
+    Launch(1, nnodes=2, rdzv_endpoint="/shared/file", rdzv_conf="store_type=file").check()
+    Launch(1, nnodes=2, rdzv_backend="etcd", rdzv_endpoint="n0:2379").check()
+    assert len(asked) == 2
+
+
 def test_a_port_in_use_is_found_before_the_start(busy_port):
     with pytest.raises(UserError, match=f"--master-port {busy_port} is in use"):
         Launch(1, master_port=busy_port).check()
-    Launch(1, nnodes=2, node_rank=1, master_addr="elsewhere", master_port=busy_port).check()
+    Launch(1, nnodes=2, node_rank=1, master_addr="localhost", master_port=busy_port).check()
 
 
 def test_a_port_in_use_is_one_line_and_exit_code_2(busy_port, tmp_path):
@@ -256,7 +301,7 @@ def test_workers_write_to_the_terminal_at_once_and_get_signals(number, tmp_path)
     with pytest.raises(OSError, match="Input/output error"):  # nothing more was written: no traceback, no report
         os.read(screen, 1000)
     os.close(screen)
-    assert seen == b"maniple: starting 1 process\r\nwaiting\r\n"
+    assert seen == (START.format("1 process") + "waiting\n").replace("\n", "\r\n").encode()
     assert process.returncode == 128 + number
     assert json.loads((tmp_path / "0.json").read_text())["tty"] is True
 

@@ -102,7 +102,8 @@ def test_giving_up_says_what_there_is_and_what_to_do(machine):
     assert (result.returncode, result.stdout) == (1, "")
     assert "python3 is Python 3.11" in result.stderr
     assert "3.12 without venv" in result.stderr
-    assert "make env PYTHON=" in result.stderr
+    for way in ("pyenv install 3.12", "uv python install 3.12", "conda create", "make env PYTHON=$(", "PYTHON=/where/"):
+        assert way in result.stderr
 
 
 def test_a_machine_without_python_and_without_home(machine):

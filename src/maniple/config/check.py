@@ -75,7 +75,7 @@ def check(config: TrainConfig, card: ModelCard, world_size: int, *, gpus_per_nod
 
     `gpus_per_node` (ranks a node) adds the check that all nodes are full. Returns nothing if all is well.
     """
-    _check_precision(config)
+    _check_precision(config, card)
     _check_world(config, world_size, gpus_per_node)
     _check_model(config, card)
     _check_sequence(config)
@@ -90,16 +90,20 @@ def _multiple(value: int, of: int, what: str, by: str) -> None:
         raise UserError(f"{what} {value} is not a multiple of {by} {of}")
 
 
-def _check_precision(config: TrainConfig) -> None:
+def _check_precision(config: TrainConfig, card: ModelCard) -> None:
     precision = config.precision
-    if precision.recipe != "bf16":
-        if precision.dtype == "fp32":
-            raise UserError(
-                f"precision.recipe {precision.recipe} quantizes bf16 tensors and precision.dtype is fp32: "
-                "set precision.dtype=bf16, or precision.recipe=bf16 (no quantization)"
-            )
+    first, last = precision.bf16_first_layers, precision.bf16_last_layers
+    if precision.recipe == "bf16":
+        return
+    if precision.dtype == "fp32":
         raise UserError(
-            f"precision.recipe {precision.recipe} is not wired into training in this version: set precision.recipe=bf16"
+            f"precision.recipe {precision.recipe} quantizes bf16 tensors and precision.dtype is fp32: "
+            "set precision.dtype=bf16, or precision.recipe=bf16 (no quantization)"
+        )
+    if first + last >= card.num_layers:
+        raise UserError(
+            f"precision.bf16_first_layers {first} and precision.bf16_last_layers {last} leave none of the "
+            f"{card.num_layers} layers to precision.recipe {precision.recipe}: lower them, or set precision.recipe=bf16"
         )
 
 
@@ -303,8 +307,9 @@ def _check_optimizer(config: TrainConfig) -> None:
         )
     if optimizer.warmup_steps >= config.train.steps:
         raise UserError(
-            f"optimizer.warmup_steps {optimizer.warmup_steps} is not less than train.steps {config.train.steps}: "
-            "the learning rate would never reach its peak"
+            f"optimizer.warmup_steps {optimizer.warmup_steps} is not less than train.steps {config.train.steps}, and "
+            "the learning rate would never reach its peak: set more train.steps, or "
+            f"optimizer.warmup_steps={config.train.steps // 10}"
         )
     if parallel.overlap_param_gather and not (parallel.distributed_optimizer and parallel.overlap_grad_reduce):
         raise UserError(

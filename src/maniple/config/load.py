@@ -251,13 +251,43 @@ def _all_keys() -> tuple[str, ...]:
     return tuple(walk(TrainConfig, ""))
 
 
+# What other programs and papers call a key. One with a section is meant in that section only.
+_ALIASES = {
+    "tp": "parallel.tensor_parallel_size",
+    "pp": "parallel.pipeline_parallel_size",
+    "vpp": "parallel.virtual_pipeline_size",
+    "cp": "parallel.context_parallel_size",
+    "ep": "parallel.expert_parallel_size",
+    "etp": "parallel.expert_tensor_parallel_size",
+    "sp": "parallel.sequence_parallel",
+    "lr": "optimizer.learning_rate",
+    "min_lr": "optimizer.min_learning_rate",
+    "wd": "optimizer.weight_decay",
+    "mbs": "train.micro_batch_size",
+    "gbs": "train.global_batch_size",
+    "batch_size": "train.global_batch_size",
+    "train_iters": "train.steps",
+    "max_steps": "train.steps",
+    "seq_len": "data.sequence_length",
+    "seq_length": "data.sequence_length",
+    "save_every": "checkpoint.save_interval",
+    "checkpoint.every": "checkpoint.save_interval",
+    "checkpoint.interval": "checkpoint.save_interval",
+    "eval_every": "train.eval_interval",
+    "train.interval": "train.eval_interval",
+}
+_SHORTEST = 3  # letters of a word that similar ones are looked for
+
+
 def _nearest(name: str, model: type[BaseModel], prefix: str) -> str:
-    """Names the valid key that was probably meant: the same name elsewhere, else a similar one here, else anywhere."""
-    elsewhere = [key for key in _all_keys() if key.rpartition(".")[2] == name]
-    here = [f"{prefix}{near}" for near in difflib.get_close_matches(name, list(model.model_fields), n=1)]
-    last = {key.rpartition(".")[2]: key for key in reversed(_all_keys())}
-    anywhere = [last[near] for near in difflib.get_close_matches(name, list(last), n=1)]
-    near = (elsewhere or here or anywhere)[:2]
+    """Names the valid key that was probably meant: one of another name, else the same name elsewhere, else a similar
+    one here, else anywhere."""
+    alias = _ALIASES.get(f"{prefix}{name}") or _ALIASES.get(name.lower())
+    near = [alias] if alias else [key for key in _all_keys() if key.rpartition(".")[2] == name][:2]
+    if not near and len(name) >= _SHORTEST:
+        here = [f"{prefix}{near}" for near in difflib.get_close_matches(name, list(model.model_fields), n=1)]
+        last = {key.rpartition(".")[2]: key for key in reversed(_all_keys())}
+        near = here or [last[word] for word in difflib.get_close_matches(name, list(last), n=1)]
     if near:
         return f"did you mean {' or '.join(repr(key) for key in near)}?"
     return f"valid keys here: {', '.join(model.model_fields)}"
@@ -301,6 +331,8 @@ def explained(error: ValidationError, prefix: str = "") -> str:
         return f"{key}: expected {context['expected']}{got}"
     if kind == "string_pattern_mismatch":
         return f"{key}: expected letters, digits, '.', '_' and '-', the first a letter or digit{got}"
+    if kind == "list_type" and isinstance(value := fault["input"], str | int | float) and not isinstance(value, bool):
+        got += f"; write {key}=[{_shown(value).strip("'")}]"
     expected = _EXPECTED.get(kind.partition("_")[0])
     return f"{key}: expected {expected}{got}" if expected else f"{key}: {fault['msg']}{got}"
 

@@ -102,7 +102,19 @@ class PrecisionConfig(Section):
     dtype: Literal["bf16", "fp32"] = Field(
         "bf16", description="of parameters and activations; main parameters are fp32"
     )
-    recipe: Literal["bf16", "fp8", "fp8_block", "mxfp8"] = Field("bf16", description="of the GEMMs: see docs")
+    recipe: Literal["bf16", "fp8", "fp8_block", "mxfp8"] = Field(
+        "bf16", description="of the layers' matrix products: see [precision.md](precision.md)"
+    )
+    bf16_first_layers: int = Field(0, ge=0, le=_RANKS, description="so many decoder layers at the bottom stay bf16")
+    bf16_last_layers: int = Field(
+        0, ge=0, le=_RANKS, description="and so many at the top; MTP layers are as the last decoder layer is"
+    )
+
+    def recipe_of(self, layer: int, num_layers: int) -> str:
+        """Of decoder layer `layer`, from 0, of `num_layers`; MTP layers come after them."""
+        layer = min(layer, num_layers - 1)
+        inside = self.bf16_first_layers <= layer < num_layers - self.bf16_last_layers
+        return self.recipe if inside else "bf16"
 
 
 class RecomputeConfig(Section):

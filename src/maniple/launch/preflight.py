@@ -21,8 +21,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-_GIB = 2**30
-_LEAST_SHM = 1 * _GIB  # a container's usual 64 MiB hold neither NCCL's buffers nor a loader's batches
+from maniple.hardware.units import binary_size
+
+_LEAST_SHM = 2**30  # a container's usual 64 MiB hold neither NCCL's buffers nor a loader's batches
 _LEAST_FILES = 4096  # sockets to peers, shared tensors of loaders, dataset files: each is an open file
 _MOST_SKEW = 5.0  # seconds
 _LIBRARY_FOLDERS = (
@@ -213,7 +214,7 @@ def _shared_memory_of(size: int, gpus: bool) -> Finding:
     if size < _LEAST_SHM:
         said = f"/dev/shm has {size / 2**20:,.0f} MiB, GPUs need 1,024: start the container with --shm-size=16g or so"
         return Finding("shared memory", "missing" if gpus else "note", said)
-    return Finding("shared memory", "ok", f"/dev/shm has {size / _GIB:,.1f} GiB")
+    return Finding("shared memory", "ok", f"/dev/shm has {binary_size(size)}")
 
 
 def _limits(machine: Machine, memlock: int, files: int) -> Iterator[Finding]:
@@ -241,16 +242,16 @@ def _disk(run_dir: Path, checkpoint_bytes: int | None) -> Iterator[Finding]:
         yield Finding("run's folder", "missing", f"{place} is not a folder: set another output_dir")
         return
     free = shutil.disk_usage(place).free
-    space = f"{free / _GIB:,.1f} GiB free for {run_dir}"
+    space = f"{binary_size(free)} free for {run_dir}"
     if checkpoint_bytes is None:
         yield Finding("disk", "ok", space)
     elif free < checkpoint_bytes:
-        need = f"a checkpoint takes {checkpoint_bytes / _GIB:,.1f} GiB"
+        need = f"a checkpoint takes {binary_size(checkpoint_bytes)}"
         yield Finding("disk", "missing", f"{space}, and {need}: free some, or set another output_dir")
     else:
-        yield Finding(
-            "disk", "ok", f"{space}, {free // checkpoint_bytes:,} checkpoints of {checkpoint_bytes / _GIB:,.1f}"
-        )
+        count = free // checkpoint_bytes
+        room = f"{count:,} checkpoint{'' if count == 1 else 's'} of {binary_size(checkpoint_bytes)}"
+        yield Finding("disk", "ok", f"{space}, {room}")
     try:
         with tempfile.TemporaryFile(dir=place) as file:
             file.write(b"x")

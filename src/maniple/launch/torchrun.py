@@ -9,6 +9,7 @@ torchrun; its agent is subclassed in `agent.py`.
 from __future__ import annotations
 
 import errno
+import glob
 import logging
 import os
 import shlex
@@ -16,6 +17,8 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +32,11 @@ if TYPE_CHECKING:
     from maniple.launch.agent import Agent
 
 _DEFAULT_PORT = 29500  # torchrun's own
+_RESOLVE_SECONDS = 40.0  # for an answer to come
+_UNKNOWN_SECONDS = 30.0  # for an unknown host to become known: a cluster may be about to make its name
+_NOTICE_SECONDS = 3.0  # after which a line says what is waited for
+# What GPU drivers of Linux make: NVIDIA's (Jetson's too), AMD's, and both under Windows' Linux.
+_DEVICES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvgpu*", "/dev/kfd", "/dev/dxg")
 _ORDERLY = (signal.SIGTERM, signal.SIGUSR1)  # a scheduler's: a job that saves and stops by them has done well
 # Loggers that tell of every closed process and broken connection: `agent.py` says why a job ended, in one line.
 _REPORTERS = (
@@ -87,7 +95,8 @@ class Launch:
         return bool(self.rdzv_backend or self.rdzv_endpoint or self.rdzv_id or self.rdzv_conf)
 
     def check(self) -> None:
-        """Raises UserError, before anything starts, for options that contradict each other or a port in use."""
+        """Raises UserError, before anything starts, for options that contradict each other, a host that no one knows or
+        a port in use."""
         fewest, most = self.node_range
         if self.nproc < 1 or fewest < 1:
             raise UserError(f"--nproc {self.nproc} --nnodes {self.nnodes}: a job has at least one process and node")
@@ -102,6 +111,8 @@ class Launch:
                 )
             if not self.rdzv_endpoint:
                 raise UserError("--rdzv-backend, --rdzv-id and --rdzv-conf need --rdzv-endpoint HOST:PORT")
+            if self.rdzv_backend in (None, "c10d") and "store_type=file" not in (self.rdzv_conf or ""):
+                _check_host(_host_of(self.rdzv_endpoint), f"--rdzv-endpoint {self.rdzv_endpoint}")
             return
         if fewest != most:
             raise UserError(f"--nnodes {self.nnodes}: nodes that come and go meet through --rdzv-endpoint HOST:PORT")
@@ -116,6 +127,8 @@ class Launch:
             )
         if not 0 <= (self.node_rank or 0) < most:
             raise UserError(f"--node-rank {self.node_rank}: expected 0 to {most - 1} for --nnodes {most}")
+        if self.master_addr is not None:
+            _check_host(self.master_addr, f"--master-addr {self.master_addr}")
         if self._static and not self.node_rank:
             _check_port(self.master_port or _DEFAULT_PORT)
 
@@ -153,7 +166,7 @@ def run(launch: Launch, module: str, arguments: Sequence[str]) -> int:
     handlers.
     """
     launch.check()
-    print(f"maniple: starting {launch}", file=sys.stderr, flush=True)  # what follows imports torch, which takes seconds
+    print(f"maniple: starting {launch}: loading torch and Megatron-Core takes 10 to 25 s", file=sys.stderr, flush=True)
     os.environ[LAUNCHED], os.environ[LAUNCHER] = "1", str(os.getpid())
     os.environ.pop(RESTARTED, None)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // launch.nproc)))
@@ -217,7 +230,9 @@ def _quiet() -> Iterator[None]:
 
 
 def visible_gpus() -> int:
-    """GPUs that processes of this node would see; 0 without any (imports torch)."""
+    """GPUs that processes of this node would see; 0 without any. Asks torch, where there is a driver to ask."""
+    if not any(glob.glob(pattern) for pattern in _DEVICES):
+        return 0  # told in no time, where the import of torch takes seconds
     import torch
 
     return torch.cuda.device_count()
@@ -237,3 +252,43 @@ def _check_port(port: int) -> None:
                     " (one node alone may leave it out and gets a free one)"
                 ) from None
             raise UserError(f"--master-port {port} cannot be used: {error.strerror}") from None
+
+
+def _host_of(endpoint: str) -> str:
+    """`n0` of `n0:29400` and of `n0`, `::1` of `[::1]:29400`."""
+    host, colon, port = endpoint.rpartition(":")
+    return (host if colon and port.isdecimal() else endpoint).removeprefix("[").removesuffix("]")
+
+
+def _check_host(host: str, option: str) -> None:
+    """Raises UserError if the name does not become known here."""
+    found: list[str] = []
+
+    def look() -> None:
+        end, why = time.monotonic() + _UNKNOWN_SECONDS, ""
+        while time.monotonic() < end:
+            try:
+                socket.getaddrinfo(host, None)
+                found.append("")
+                return
+            except UnicodeError:
+                why = "no host has such a name"
+                break
+            except OSError as error:
+                why = error.strerror or str(error)
+            time.sleep(0.5)
+        found.append(why)
+
+    # in a thread of its own: the system's answer may be long in coming, and cannot be called off
+    thread = threading.Thread(target=look, name="maniple-resolve", daemon=True)
+    thread.start()
+    thread.join(min(_NOTICE_SECONDS, _RESOLVE_SECONDS))
+    if thread.is_alive():
+        print(f"waiting for this machine to know host {host} ({option}), {_UNKNOWN_SECONDS:.0f} s at most", flush=True)
+        thread.join(_RESOLVE_SECONDS - _NOTICE_SECONDS)
+    why = found[0] if found else f"no answer for {_RESOLVE_SECONDS:.0f} s"
+    if why:
+        raise UserError(
+            f"{option}: this machine does not know that host ({why}): mend the name, or give node 0's address in "
+            "numbers"
+        )

@@ -14,6 +14,7 @@ from maniple.config.schema import TrainConfig
 from maniple.engines.megatron.language_model import LanguageModel
 from maniple.engines.megatron.spec import decoder_specs, mtp_specs
 from maniple.engines.megatron.transformer import transformer_config
+from maniple.kernels.quantize import bump
 from maniple.models.card import ModelCard
 
 
@@ -94,6 +95,7 @@ def settle(chunks: list) -> None:
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
+            bump()
 
 
 def routers(chunks: list[torch.nn.Module]) -> dict[int, torch.nn.Module]:

@@ -12,8 +12,10 @@ import torch.distributed as dist
 from maniple.config.schema import TrainConfig
 from maniple.data.datasets import Source
 from maniple.engines.megatron import sample
-from maniple.metrics import MetricsWriter, draw_curves, peak_memory_bytes, write_summary
+from maniple.metrics import MetricsWriter, NothingToDraw, draw_curves, peak_memory_bytes, write_summary
 from maniple.models.card import ModelCard
+
+BY_GUARD = "by guard"  # a run that ends so says more in its error
 
 
 class Run(Protocol):
@@ -33,6 +35,7 @@ class Run(Protocol):
     tokens_timed: int
     seconds_timed: float
     validation_loss: float | None
+    precision: dict[str, str] | None
 
     def mfu(self, tgs: float) -> float | None: ...
 
@@ -56,32 +59,57 @@ def leave(run: Run, *, stopped: str | None, hurry: bool) -> None:
         return
     tgs = run.tokens_timed / run.seconds_timed / run.world if run.seconds_timed else None
     entropy = run.source.unigram_entropy_nats
-    summary = write_summary(
-        run_dir,
-        validation_loss=run.validation_loss,
-        unigram_entropy=entropy,
-        steps=run.progress.step,
-        tokens_per_second_per_gpu=tgs,
-        mfu=None if tgs is None else run.mfu(tgs),
-        peak_memory_bytes=int(peak.item()),
-        world_size=run.world,
-        device=run.device,
-        model=run.card.name,
-        data=run.source.description,
-        seconds=time.monotonic() - run.started,
-        sample=text,
-        stopped=stopped,
-    )
-    figure = None
-    if job.log.figure and run.progress.step:
-        figure = draw_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", unigram_entropy=entropy, title=job.name)
-    _say(run, text, summary, figure, stopped)
+    summary = run_dir / "summary.json"
+    # no step was left to run: what the run had come to still holds
+    kept = run.precision is None and stopped is None and summary.exists()
+    if not kept:
+        write_summary(
+            run_dir,
+            validation_loss=run.validation_loss,
+            unigram_entropy=entropy,
+            steps=run.progress.step,
+            tokens_per_second_per_gpu=tgs,
+            mfu=None if tgs is None else run.mfu(tgs),
+            peak_memory_bytes=int(peak.item()),
+            world_size=run.world,
+            device=run.device,
+            model=run.card.name,
+            data=run.source.description,
+            precision=run.precision,
+            seconds=time.monotonic() - run.started,
+            sample=text,
+            stopped=stopped,
+        )
+    figure = _draw(run, entropy) if job.log.figure and run.progress.step else None
+    _say(run, text, summary, figure, stopped, kept)
 
 
-def _say(run: Run, text: str | None, summary: Path, figure: Path | None, stopped: str | None) -> None:
+def _draw(run: Run, entropy: float | None) -> Path | None:
+    folder = run.job.run_dir
+    try:
+        return draw_curves(
+            folder / "metrics.jsonl",
+            folder / "curves.png",
+            unigram_entropy=entropy,
+            title=run.job.name,
+            layers=layer_names(run.card),
+        )
+    except NothingToDraw:  # it ended before log.interval steps
+        return None
+
+
+def layer_names(card: ModelCard) -> list[str]:
+    """Of the layers with experts, as errors count them: from 0, those of MTP last."""
+    layers = card.num_layers
+    decoder = [f"layer {number}" for number in range(card.moe.num_dense_layers, layers)]
+    return decoder + [f"layer {layers + depth} (MTP)" for depth in range(card.num_mtp_layers)]
+
+
+def _say(run: Run, text: str | None, summary: Path, figure: Path | None, stopped: str | None, kept: bool) -> None:
     lines = []
     if stopped is not None:
-        lines.append(f"stopped after step {run.progress.step} ({stopped}); go on with --resume auto")
+        on = "" if stopped == BY_GUARD else "; go on with --resume auto"
+        lines.append(f"stopped after step {run.progress.step} ({stopped}){on}")
     if run.validation_loss is not None:
         line = f"validation loss {run.validation_loss:.3f} nats a token"
         if entropy := run.source.unigram_entropy_nats:
@@ -91,7 +119,7 @@ def _say(run: Run, text: str | None, summary: Path, figure: Path | None, stopped
         lines.append(line)
     if text is not None:
         lines += ["sample:", *("  | " + row for row in text.splitlines())]
-    lines.append(f"summary      {summary}")
+    lines.append(f"summary      {summary}" + (" (as it was: no step was run)" if kept else ""))
     lines.append(f"metrics      {run.job.run_dir / 'metrics.jsonl'}")
     if run.job.log.tensorboard:
         lines.append(f"tensorboard  {run.job.run_dir / 'tensorboard'}")

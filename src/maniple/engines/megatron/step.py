@@ -17,6 +17,7 @@ from maniple.config.schema import TrainConfig
 from maniple.engines.megatron import context
 from maniple.engines.megatron.documents import padding
 from maniple.engines.megatron.model import routers, settle, unwrap
+from maniple.kernels.quantize import bump
 from maniple.metrics import pulse
 
 Batch = dict[str, torch.Tensor]
@@ -61,7 +62,8 @@ def forward_step(
     )
     if torch.is_grad_enabled():
         pulse.enter(pulse.BACKWARD)
-    return losses_BS, partial(reduce_loss, context.cut(batch["loss_mask"], parallel_state.get_context_parallel_group()))
+    mask_BS = context.cut(batch["loss_mask"], parallel_state.get_context_parallel_group())
+    return losses_BS, partial(_reduced, partial(reduce_loss, mask_BS))
 
 
 def reduce_loss(loss_mask_BS: torch.Tensor, losses_BS: torch.Tensor):
@@ -70,6 +72,16 @@ def reduce_loss(loss_mask_BS: torch.Tensor, losses_BS: torch.Tensor):
     total = (losses_BS.float() * loss_mask_BS).sum()
     tokens = loss_mask_BS.sum().to(torch.int)
     return total, tokens, {"loss": torch.stack([total.detach(), tokens.float()])}
+
+
+def _reduced(reduce: Callable, losses_BS: torch.Tensor):
+    """What `reduce` gives. Of two values Megatron-Core (schedules.py, `forward_step_calc_loss`) takes the first for a
+    mean and counts no token, though the job's loss is a sum over tokens: gradients would be off by the batch's size."""
+    given = reduce(losses_BS)
+    if not isinstance(given, tuple) or len(given) != 3:
+        size = f"{len(given)} values" if isinstance(given, tuple) else f"a {type(given).__name__}"
+        raise TypeError(f"a loss function gives (sum of losses, number of tokens, what is logged), and it gave {size}")
+    return given
 
 
 def connect(chunks: list, optimizer, job: TrainConfig) -> None:
@@ -154,11 +166,12 @@ def prepare_update(optimizer) -> float:
 
 
 def apply_update(optimizer, grad_norm: float) -> None:
-    """Clips the prepared gradients by their norm and takes the optimizer's step."""
+    """Clips the prepared gradients by their norm and takes the optimizer's step; says that the weights have changed."""
     for part in optimizer.chained_optimizers:
         if part.config.clip_grad > 0 and (parameters := part.get_parameters()):
             clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=grad_norm)
     optimizer.step_with_ready_grads()
+    bump()
 
 
 @torch.no_grad()

@@ -8,11 +8,13 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,13 +24,14 @@ from maniple.config.schema import TrainConfig
 from maniple.data import datasets
 from maniple.data.documents import keep_apart
 from maniple.data.identity import check_identity, identity
-from maniple.engines.megatron import model, parallel, results, step
+from maniple.engines.megatron import model, parallel, precision, results, step
 from maniple.engines.megatron.checkpoint import reader
 from maniple.engines.megatron.checkpoint.writer import Saver
 from maniple.engines.megatron.faults import nonfinite, recovery
 from maniple.engines.megatron.faults.guard import Guard, Verdict
 from maniple.engines.megatron.faults.stop import StopRequest
 from maniple.engines.megatron.faults.watch import Watch, margin
+from maniple.engines.megatron.headline import headline, kernel_lines
 from maniple.engines.megatron.optimizer import build_optimizer
 from maniple.errors import UserError
 from maniple.hardware import lookup, measure_cpu_peak
@@ -60,18 +63,20 @@ def main(
     watch = None if report is None else Watch(rank, world, timeout, report)
     if watch is not None:
         watch.start()
+    trainer = None
     try:
         parallel.start(job, device, slack=0.0 if watch is None else margin(timeout))
-        Trainer(job, card, device, restarted=restarted).run()
+        trainer = Trainer(job, card, device, restarted=restarted)
+        trainer.run()
         pulse.enter(pulse.END)
         # After a failure it is left alone: to close it would break the connections of ranks that can still say more.
         parallel.stop()
     except OSError as error:
         if not cannot_write(error, job.run_dir):
             raise
+        on = "" if trainer is None else ", and go on with --resume auto"
         raise UserError(
-            f"{error.filename or job.run_dir}: {error.strerror}; mend that, or set output_dir, and go on with "
-            "--resume auto"
+            f"{error.filename or job.run_dir}: {error.strerror}; mend that, or set output_dir{on}"
         ) from error
     finally:
         if watch is not None:
@@ -121,6 +126,8 @@ class Trainer:
         setup_logging(job.run_dir, self.rank)  # makes the run's folder, once nothing of the user's is left to refuse
         if self._lock is not None:
             self._lock.take()
+        if self.rank == 0 and resume is None and not restarted and (said := recovery.earlier_run(job.run_dir)):
+            log.warning("%s", said)
         self.train_data, self.validation_data = datasets.build_datasets(
             job,
             self.source,
@@ -130,6 +137,7 @@ class Trainer:
             barrier=dist.barrier,
         )
         self.chunks = model.wrap(model.build_chunks(self.card, job), job, device)
+        precision.check_kernels(self.chunks)
         self.optimizer, self.scheduler = build_optimizer(self.chunks, job)
         step.connect(self.chunks, self.optimizer, job)
         self.peak_flops = self._peak_flops()  # draws random numbers, so before their states are restored
@@ -150,7 +158,7 @@ class Trainer:
         self.tokens_timed, self.seconds_timed = 0, 0.0
         self.validation_loss: float | None = None
         self.validation_batches: datasets.Batches | None = None
-        self._said_kernels = False
+        self.precision: dict[str, str] | None = None  # layers by the recipe that they ran in; known after a step
         self.started = time.monotonic()
         self._describe()
 
@@ -178,11 +186,14 @@ class Trainer:
                 every = job.train.eval_interval
                 if not hurry and (at_end or (every and self.progress.step % every == 0)):
                     self._validate()
+                    if not at_end and self.validation_loss is not None:  # the end says it in a line of its own
+                        bar.message(f"step {self.progress.step} · validation loss {self.validation_loss:.3f}")
                 every = job.checkpoint.save_interval
                 at_interval = every and self.progress.step % every == 0
                 if late or hurry or (at_end and job.checkpoint.save_at_end) or at_interval:
                     self._save()
-        why = "asked by a signal" if hurry else "its time is up" if late else None
+        by = "a signal to another rank" if stop.signal is None else signal.Signals(stop.signal).name
+        why = f"asked by {by}" if hurry else "its time is up" if late else None
         pulse.enter(pulse.RESULTS)
         results.leave(self, stopped=why, hurry=hurry)
         self.saver.check()
@@ -218,18 +229,25 @@ class Trainer:
         if verdict.kind == "nonfinite":
             where = nonfinite.trace(self.chunks, self.optimizer, self._training_batches(), self.job, self.device)
         said = f"step {number}: {verdict.why}" + (f"; {where}" if where else "")
+        event = {"event": verdict.kind, "action": verdict.action, "why": verdict.why, "where": where}
         if verdict.action == "stop":
             self.saver.wait()  # the checkpoint before it is to be whole
             last = [self.saver.last]
             dist.broadcast_object_list(last, src=0)
             kept = f"; {last[0]} is the last before it" if last[0] else ""
-            raise UserError(f"{said}. Nothing of this step is in the weights{kept}")
+            self.writer.log(number, event)
+            self._give_up(f"{said}. Nothing of this step is in the weights{kept}")
         if self.rank == 0:
             log.warning("%s; %s", said, _FOLLOWS[verdict.action])
         if verdict.action == "rollback":
             self._roll_back()
-        event = {"event": verdict.kind, "action": verdict.action, "why": verdict.why, "where": where}
         self.writer.log(number, event)
+
+    def _give_up(self, said: str) -> NoReturn:
+        """Ends the run as a mistake, with summary and picture of what it was until then. Collective."""
+        pulse.enter(pulse.RESULTS)
+        results.leave(self, stopped=results.BY_GUARD, hurry=True)
+        raise UserError(said)
 
     def _roll_back(self) -> None:
         """Goes back to this run's newest checkpoint and will leave out the batch that was just read."""
@@ -237,7 +255,7 @@ class Trainer:
         self.saver.wait()
         folder = recovery.newest_of_this_job(self.job) or self._begun_from
         if folder is None:
-            raise UserError(
+            self._give_up(
                 f"step {number}: guard asks for a rollback, and this run has no checkpoint yet: set "
                 "checkpoint.save_interval, or another policy than rollback"
             )
@@ -257,6 +275,7 @@ class Trainer:
 
     def _load(self, folder: Path) -> None:
         restored = reader.load(folder, self.chunks, self.optimizer, self.scheduler, card=self.card, job=self.job)
+        precision.weights_loaded(self.chunks)
         self.progress = Progress(restored.step, restored.samples)
         self.guard.load_state(restored.extra.get("guard", {}))
         if "data" in restored.extra:
@@ -274,12 +293,12 @@ class Trainer:
         """Counts the step that was just run, and records it."""
         job = self.job
         seconds = time.monotonic() - self._step_started
-        if not self._said_kernels:
+        if self.precision is None:
             # said after the first step, when it is what ran and not what was meant to
-            for op, recipe, kind, name in registry.used():
-                dtype = self.job.precision.dtype
-                log.info("kernels: %s on %s: %s (%s tensors, recipe %s)", op, kind, name, dtype, recipe)
-            self._said_kernels = True
+            for line in kernel_lines(registry.used(), job.precision.dtype):
+                log.info("%s", line)
+            self.precision = precision.in_short(precision.by_layer(self.chunks))
+            log.info("layers: %s", "; ".join(f"{recipe}: {layers}" for recipe, layers in self.precision.items()))
         self.progress.step += 1
         self.progress.samples += job.train.global_batch_size
         tokens = job.train.global_batch_size * job.data.sequence_length
@@ -336,7 +355,7 @@ class Trainer:
         model.settle(self.chunks)
         if (bad := nonfinite.check_weights(self.chunks)) is not None:
             # one that no token has met, an expert's for instance, shows in no loss
-            raise UserError(f"step {self.progress.step}: {bad}: it is not saved; go on from the checkpoint before it")
+            self._give_up(f"step {self.progress.step}: {bad}: it is not saved; go on from the checkpoint before it")
         self.saver.save(
             self.chunks,
             self.optimizer,
@@ -380,24 +399,20 @@ class Trainer:
 
     def _describe(self) -> None:
         """Says once what this job really is: sizes, layout, data, and the kernels each operation runs on."""
-        p = self.job.parallel
         own = torch.tensor(
             [sum(q.numel() for c in self.chunks for q in c.parameters())], dtype=torch.int64, device=self.device
         )
         dist.all_reduce(own, op=dist.ReduceOp.MAX)
-        log.info(
-            "%s on %d x %s: TP %d PP %d EP %d ETP %d DP %d, at most %s parameters a rank, %s",
-            self.card.name,
-            self.world,
-            "CPU process" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device),
-            p.tensor_parallel_size,
-            p.pipeline_parallel_size,
-            p.expert_parallel_size,
-            p.expert_tensor_parallel_size,
-            parallel_state.get_data_parallel_world_size(),
-            f"{int(own.item()):,}",
-            self.job.precision.dtype,
+        line = headline(
+            self.job,
+            self.card,
+            world=self.world,
+            data_parallel_size=parallel_state.get_data_parallel_world_size(),
+            chunks=len(self.chunks),
+            device="CPU process" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device),
+            largest=int(own.item()),
         )
+        log.info("%s", line)
         log.info("data: %s", self.source.description)
 
 

@@ -107,7 +107,8 @@ def _what_it_is(folder: Path) -> str:
     if folder.suffix in (PARTIAL, REMOVED, REPLACED):
         return "it was not written to its end, or was being removed: take another"
     if "checkpoints" in names or any(name.startswith(_PREFIX) for name in names):
-        return "it holds checkpoints and is none: name one of them, or take --resume auto"
+        newest, _ = newest_first(all_of(folder) or all_in(folder))
+        return f"it holds checkpoints and is none: {f'take its newest, {newest[0][0]}' if newest else 'none is whole'}"
     if "config.json" in names and any(name.endswith((".safetensors", ".bin")) for name in names):
         return "it is a Hugging Face model, which holds weights alone"
     if "latest_checkpointed_iteration.txt" in names or {BACKEND, INDEX} <= names:
@@ -202,7 +203,11 @@ def _files(folder: Path, manifest: dict[str, Any]) -> list[tuple[str, tuple[int,
 
 def all_of(run_dir: Path) -> list[Path]:
     """Every finished checkpoint of a run, damaged ones too, by step. Raises UserError if one may not look."""
-    folder = run_dir / "checkpoints"
+    return all_in(run_dir / "checkpoints")
+
+
+def all_in(folder: Path) -> list[Path]:
+    """As `all_of`, for the folder that holds them."""
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,15 @@ def inspect(folder: Path, *, as_json: bool) -> None:
 
 
 def verify(folder: Path) -> None:
-    """Reads every file of a checkpoint, or of all of a run, and compares digests. Raises UserError naming the first
-    damage of each damaged one."""
-    is_run = not files.has(folder, files.MANIFEST) and (folder / "checkpoints").is_dir()
-    folders = files.all_of(folder) if is_run else [folder]
+    """Reads every file of a checkpoint, or of all of a run (the run's folder or the one with its checkpoints), and
+    compares digests. Prints the first damage of each damaged one, a line each; raises UserError if there is any."""
+    folders, place = [folder], folder / "checkpoints"
+    if not files.has(folder, files.MANIFEST):
+        if not place.is_dir():
+            place = folder
+        folders = files.all_in(place) or ([folder] if place == folder else [])
     if not folders:
-        raise UserError(f"no checkpoint in {folder}/checkpoints")
+        raise UserError(f"no checkpoint in {place}")
     wrong: list[UserError] = []
     console = Console(stderr=True, markup=False)
     with Progress(
@@ -78,8 +82,12 @@ def verify(folder: Path) -> None:
                 _verify(each, progress)
             except UserError as error:
                 wrong.append(error)
+    if len(folders) == 1 and wrong:
+        raise wrong[0]
+    for fault in wrong:
+        print(fault, file=sys.stderr)
     if wrong:
-        raise UserError(" · ".join(map(str, wrong)))
+        raise UserError(f"{len(wrong)} of {len(folders)} checkpoints in {place} are not whole")
 
 
 def _verify(folder: Path, progress: Progress) -> None:

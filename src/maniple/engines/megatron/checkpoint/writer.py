@@ -169,7 +169,8 @@ class Saver:
         if kind is None:
             self.wait()
         elif self._thread is not None:
-            log.info("waiting at most %.0f s for the checkpoint of step %d", _ON_ERROR_SECONDS, self._step)
+            if self._thread.is_alive():
+                log.info("waiting at most %.0f s for the checkpoint of step %d", _ON_ERROR_SECONDS, self._step)
             self.wait(timeout=_ON_ERROR_SECONDS)
 
     def _make(self, partial: Path) -> str | None:

@@ -59,6 +59,18 @@ def begin(job: TrainConfig, *, resumed: Path | None) -> checkpoint_files.Origin 
     return begun
 
 
+def earlier_run(run_dir: Path) -> str | None:
+    """What a start from nothing in this run's folder would overwrite, in one line; None if nothing."""
+    whole, _ = checkpoint_files.newest_first(checkpoint_files.all_of(run_dir))
+    if not whole:
+        return None
+    last = max(manifest["step"] for _, manifest in whole)
+    return (
+        f"{run_dir} holds an earlier run up to step {last}; starting anew overwrites its checkpoints as it passes "
+        "them; --resume auto goes on from it"
+    )
+
+
 def _begun(run_dir: Path) -> checkpoint_files.Origin | None:
     try:
         noted = json.loads((run_dir / _BEGUN).read_text(encoding="utf-8"))
