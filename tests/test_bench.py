@@ -516,6 +516,8 @@ def test_markdown_has_selected_and_peers(capsys):
     table = rows.markdown(found)
     assert table.splitlines()[0] == "**m fc1: N 48, K 64, 256 rows in 6 groups of 0 to 130 rows**"
     assert sum(line.startswith("| forward |") for line in table.splitlines()) == 4
+    assert "speed over a peer's" in table.splitlines()[2]
+    assert rows.cells(found[0] | {"ratios": {"a": 1.139, "b": 0.5}, "milliseconds": 1.0})[7] == "1.14 x a, 0.50 x b"
     assert "| forward | bf16 | DeepGEMM |  |  |  | not run: needs an NVIDIA GPU |" in table
 
 

@@ -140,6 +140,7 @@ def the_job_would_start(command: str, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torchrun, "run", lambda launch, module, words: launches.append(launch) or 0)
     patch.setattr(torchrun, "visible_gpus", lambda: 8)
     patch.setattr(torchrun, "_check_port", lambda port: None)
+    patch.setattr(torchrun, "_check_host", lambda host, option: None)
     patch.setattr(sources, "check_files", lambda data: None)
     words = shlex.split(command)
     assert words[0] == "maniple"

@@ -47,6 +47,13 @@ def test_documents_in_order_with_end_tokens(tmp_path, tokenizer, write_lines):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "out.bin", "out.idx"]
 
 
+@pytest.mark.parametrize("ending", [".bin", ".idx"])
+def test_an_output_that_is_no_prefix(tmp_path, tokenizer, write_lines, ending):
+    with pytest.raises(UserError, match=rf"out\{ending} is a prefix, .*: give .*out$"):
+        prepared([write_lines("a.jsonl", TEXTS)], tmp_path / f"out{ending}", tokenizer)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
 def test_other_key_no_end_token_blank_lines_and_empty_documents(tmp_path, tokenizer):
     lines = tmp_path / "a.jsonl"
     lines.write_text('{"body": "one"}\n\n  \n{"body": ""}\n{"body": "zwei ü"}')  # no newline at the end

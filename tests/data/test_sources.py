@@ -186,9 +186,11 @@ def test_synthetic_source_says_so(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_python_source(tmp_path):
+def test_python_source(tmp_path, capsys):
     job = config(source="python", corpus_bytes=600_000, tokenizer_vocab_size=600)
     source = alone(job, tmp_path)
+    making = f"maniple: making the demo's corpus and tokenizer in {tmp_path / 'cache'}, once\n"
+    assert capsys.readouterr().err == making
     assert source.tokenizer.vocab_size == 600
     assert "Python" in source.description
     corpus = read_corpus(600_000)
@@ -207,6 +209,7 @@ def test_python_source(tmp_path):
     ]  # fmt: skip
     before = {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in folder.iterdir()}
     assert alone(job, tmp_path).unigram_entropy_nats == source.unigram_entropy_nats
+    assert making not in capsys.readouterr().err
     assert {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in folder.iterdir()} == before
     assert prepare_source(job, tmp_path, is_writer=False, barrier=lambda: None).train == source.train
     elsewhere = config(source="python", corpus_bytes=600_000, tokenizer_vocab_size=600, cache_dir=tmp_path / "other")

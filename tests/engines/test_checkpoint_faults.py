@@ -417,3 +417,25 @@ def test_a_kill_in_mid_save_leaves_the_last_good_one(kills, one, folder, place):
     assert one[place] == newest
     left = sorted(path.name for path in (folder / place / "checkpoints").iterdir())
     assert left == [f"step_{newest:08d}", "step_00000003"]  # the two that are kept
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_a_job_that_fails_says_that_it_waits_only_if_it_does(monkeypatch, caplog, is_written):
+    from maniple.engines.megatron.checkpoint import writer
+
+    saver, writing = writer.Saver.__new__(writer.Saver), threading.Event()
+    waits: list[float | None] = []
+    saver._step, saver._thread = 20, threading.Thread(target=writing.wait, args=(60,), daemon=True)
+    monkeypatch.setattr(saver, "wait", lambda timeout=None: waits.append(timeout))
+    monkeypatch.setattr(writer.log, "propagate", True)
+    saver._thread.start()
+    if is_written:
+        writing.set()
+        saver._thread.join()
+    with caplog.at_level("INFO", logger="maniple"):
+        saver.__exit__(RuntimeError, RuntimeError(), None)
+    writing.set()
+    assert waits == [writer._ON_ERROR_SECONDS]
+    assert [record.getMessage() for record in caplog.records] == [
+        "waiting at most 20 s for the checkpoint of step 20"
+    ] * (not is_written)

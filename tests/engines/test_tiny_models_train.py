@@ -44,6 +44,7 @@ SUMMARY_KEYS = {
     "world_size",
     "model",
     "data",
+    "precision",
     "seconds",
     "sample",
     "stopped",

@@ -3,8 +3,9 @@ import sys
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
-from maniple.metrics import MetricsWriter, draw_curves
+from maniple.metrics import MetricsWriter, NothingToDraw, draw_curves
 from maniple.metrics.figure import _read, _series, _smoothed
 
 
@@ -44,10 +45,62 @@ def test_every_kind_of_run_is_drawn(tmp_path, layers, experts, steps, options):
     assert height == {0: 616, 9: 1631}.get(layers, 1302)
 
 
+@pytest.fixture
+def drawn(monkeypatch):
+    """Draws a run and gives the figure."""
+    figures = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args: (save(self, *args), figures.append(self)))
+
+    def draw(*args, **options):
+        draw_curves(*args, **options)
+        return figures.pop()
+
+    return draw
+
+
+def test_legends_are_above_the_data(tmp_path, drawn):
+    path = run(tmp_path, 3, 8, 12)
+    with MetricsWriter(tmp_path, resumed_step=12) as writer:
+        for step, (event, action) in enumerate([("spike", "warn"), ("spike", "rollback"), ("nonfinite", "stop")], 3):
+            writer.log(step, {"event": event, "action": action, "why": "", "where": None})
+    figure = drawn(path, tmp_path / "curves.png", unigram_entropy=7.99)
+    with_legends = [axes for axes in figure.axes if axes.get_legend()]
+    assert len(with_legends) == 2
+    for axes in with_legends:
+        legend, inside = axes.get_legend().get_window_extent(), axes.get_window_extent()
+        assert legend.y0 >= inside.y1
+        title = axes.title if axes.title.get_text() else axes._left_title
+        assert not legend.overlaps(title.get_window_extent())
+        assert inside.x0 - 1 <= legend.x0 < legend.x1 <= inside.x1 + 1
+
+
+def test_layers_have_the_names_they_are_given(tmp_path, drawn):
+    path = run(tmp_path, 3, 8, 12)
+    names = ["layer 1", "layer 2", "layer 3 (MTP)"]
+
+    def titles(**options):
+        figure = drawn(path, tmp_path / "curves.png", **options)
+        return [axes.get_title("left") for axes in figure.axes if "layer" in axes.get_title("left")]
+
+    assert titles(layers=names) == names
+    assert titles() == titles(layers=names[:2]) == ["MoE layer 0", "MoE layer 1", "MoE layer 2"]
+
+
+def test_the_imbalance_is_the_worst_layers(tmp_path, drawn):
+    with MetricsWriter(tmp_path) as writer:
+        for step in (1, 2):
+            # of the second layer, with fewer choices, the busiest expert has three times the mean
+            writer.log(step, {"loss": 1.0, "expert_counts": [[30, 10, 20, 20], [3, 0, 1, 0]]})
+    figure = drawn(writer.path, tmp_path / "curves.png")
+    (line,) = [line for axes in figure.axes for line in axes.get_lines() if line.get_label() == "worst layer"]
+    assert line.get_ydata().tolist() == [3.0, 3.0]
+
+
 def test_nothing_to_draw_is_an_error(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "validation_loss": 2.0}\n')
-    with pytest.raises(ValueError, match="no training record"):
+    with pytest.raises(NothingToDraw, match="no training record"):
         draw_curves(path, tmp_path / "curves.png")
     assert not (tmp_path / "curves.png").exists()
 

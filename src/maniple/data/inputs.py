@@ -120,6 +120,18 @@ def parse_json_line(line: bytes, key: str, where: str) -> str | None:
     return text
 
 
+def texts_of(chunk: Chunk, key: str) -> list[str]:
+    """Its documents, decoded; of JSON lines what is under `key`. UserError, by file and line, for what is no text."""
+    if not chunk.is_json:
+        try:
+            return [document.decode("utf-8") for document in chunk.documents]
+        except UnicodeDecodeError as error:
+            raise UserError(f"{chunk.path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+    numbered = enumerate(chunk.documents, chunk.first_line)
+    texts = (parse_json_line(line, key, f"{chunk.path}:{number}") for number, line in numbered)
+    return [text for text in texts if text is not None]
+
+
 def _json_chunks(
     path: Path, raw: BinaryIO, stream: BinaryIO, here: Position, chunk_bytes: int, done: int
 ) -> Iterator[Chunk]:

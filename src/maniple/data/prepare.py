@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from maniple.data.indexed import token_dtype, write_index
-from maniple.data.inputs import Chunk, Position, find_inputs, parse_json_line, read_chunks
+from maniple.data.inputs import Chunk, Position, find_inputs, read_chunks, texts_of
 from maniple.data.tokenizer import TextTokenizer, load_tokenizer
 from maniple.errors import UserError
 
@@ -80,6 +80,8 @@ def prepare(
     files = find_inputs(inputs)
     loaded = load_tokenizer(tokenizer)
     output = Path(output).expanduser()
+    if output.suffix in (".bin", ".idx"):
+        raise UserError(f"output {output} is a prefix, to which .bin and .idx are added: give {output.with_suffix('')}")
     job = _job(files, loaded, key, append_eod)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -271,20 +273,10 @@ class _Encoder:
         self.dtype = token_dtype(tokenizer.vocab_size)
 
     def __call__(self, chunk: Chunk) -> _Encoded:
-        documents = [ids + self.tail for ids in self.tokenizer.encode_batch(self._texts(chunk)) if ids]
+        documents = [ids + self.tail for ids in self.tokenizer.encode_batch(texts_of(chunk, self.key)) if ids]
         lengths = [len(ids) for ids in documents]
         flat = np.fromiter(itertools.chain.from_iterable(documents), self.dtype, count=sum(lengths))
         return _Encoded(np.array(lengths, np.int32), flat.tobytes())
-
-    def _texts(self, chunk: Chunk) -> list[str]:
-        if not chunk.is_json:
-            try:
-                return [document.decode("utf-8") for document in chunk.documents]
-            except UnicodeDecodeError as error:
-                raise UserError(f"{chunk.path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
-        numbered = enumerate(chunk.documents, chunk.first_line)
-        texts = (parse_json_line(line, self.key, f"{chunk.path}:{number}") for number, line in numbered)
-        return [text for text in texts if text is not None]
 
 
 _encoder: _Encoder | None = None  # of a worker process

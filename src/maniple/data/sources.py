@@ -148,6 +148,7 @@ def _python_source(data: DataConfig, cache: Path, is_writer: bool, barrier: Call
     identity = [_CACHE_VERSION, sys.version, sysconfig.get_path("stdlib"), data.corpus_bytes, vocabulary]
     folder = cache / f"python-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]}"
     if is_writer and not folder.is_dir():
+        print(f"maniple: making the demo's corpus and tokenizer in {cache}, once", file=sys.stderr, flush=True)
         publish(folder, lambda partial: _write_corpus(data, partial))
     barrier()
     wait_until_visible(folder)

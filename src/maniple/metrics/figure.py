@@ -1,7 +1,7 @@
 """`curves.png`: one picture that tells whether a run learned and whether its experts shared the work.
 
-Loss (training, smoothed, validation, against the unigram entropy), learning rate and speed, each MoE layer's share of
-tokens by expert against the uniform share, and the imbalance over time.
+Loss (training, smoothed, validation, against the unigram entropy), learning rate and speed, of each MoE layer the share
+of choices by expert against the uniform share, and the imbalance over time. Legends stand above what they explain.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _INK, _GREY, _GRID = "#22272e", "#8b949e", "#e6e9ed"
 _BLUE, _ORANGE, _GREEN, _RED = "#2563eb", "#ea7317", "#15803d", "#c2263a"
 _EVENT_MARKERS = "vDsP"
 _EVENT_WORDS = {"nonfinite": "not finite", "spike": "spike"}
-_ACTION_WORDS = {"warn": "kept", "skip": "left out", "rollback": "rolled back"}
+_ACTION_WORDS = {"warn": "kept", "skip": "left out", "rollback": "rolled back", "stop": "stopped"}
 _LEFT = 0.014  # where headings begin, as a share of the width
 _MAX_LAYERS = 6  # more layers than this: that many of them, evenly chosen
 _MAX_LINES = 16  # more experts than this: a map instead of lines
@@ -54,17 +54,23 @@ _STYLE: Any = {
 }
 
 
+class NothingToDraw(ValueError):
+    """A run that has recorded no step."""
+
+
 def draw_curves(
     metrics_jsonl: Path | str,
     out_png: Path | str,
     *,
     unigram_entropy: float | None = None,
     title: str | None = None,
+    layers: Sequence[str] | None = None,
 ) -> Path:
     """Draws the records of a `metrics.jsonl` (keys: see `writer`) and returns the picture's path.
 
-    unigram_entropy: nats a token; drawn as the line that a model must get below. Panels without data are left out.
-    Raises ValueError if the file has no training record.
+    unigram_entropy: nats a token; drawn as the line that a model must get below. layers: what the MoE layers are called
+    (default, or if there are others in the file: by number among themselves, from 0). Panels without data are left out.
+    Raises NothingToDraw if the file has no training record.
     """
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -73,8 +79,10 @@ def draw_curves(
 
     training, validation, events, steps_N, counts_NLE = _read(iter_metrics(metrics_jsonl))
     if not training:
-        raise ValueError(f"{metrics_jsonl} has no training record to draw")
+        raise NothingToDraw(f"{metrics_jsonl} has no training record to draw")
     num_layers = counts_NLE.shape[1]
+    if layers is None or len(layers) != num_layers:
+        layers = [f"MoE layer {number}" for number in range(num_layers)]
 
     with matplotlib.rc_context(_STYLE):
         panels = min(num_layers, _MAX_LAYERS)
@@ -89,7 +97,7 @@ def draw_curves(
         parts = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
         _draw_learning(parts[0], training, validation, unigram_entropy, events)
         if num_layers:
-            _draw_experts(parts[1], steps_N, counts_NLE, rows, columns)
+            _draw_experts(parts[1], steps_N, counts_NLE, layers, rows, columns)
             _draw_imbalance(parts[2], steps_N, counts_NLE)
         out = Path(out_png)
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -198,7 +206,7 @@ def _draw_learning(
         )
     axes.set(title="Loss, nats a token", xlabel="step")
     _step_axis(axes)
-    axes.legend(loc="best" if len(steps) == 1 else "upper right")
+    _legend_above(axes, ncols=3)
     for row, (key, name, color) in enumerate(side):
         small = part.add_subplot(grid[row, 1], sharex=axes)
         small.plot(*_series(training, key), color=color, lw=1.4, marker=marker)
@@ -213,6 +221,11 @@ def _draw_learning(
             small.tick_params(labelbottom=False)
 
 
+def _legend_above(axes: Axes, ncols: int) -> None:
+    """In the line of the title, at the right, where there are no data."""
+    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2, ncols=ncols, columnspacing=1.4)
+
+
 def _step_axis(axes: Axes) -> None:
     from matplotlib.ticker import MaxNLocator
 
@@ -220,7 +233,9 @@ def _step_axis(axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
 
 
-def _draw_experts(part: SubFigure, steps_N: np.ndarray, counts_NLE: np.ndarray, rows: int, columns: int) -> None:
+def _draw_experts(
+    part: SubFigure, steps_N: np.ndarray, counts_NLE: np.ndarray, layers: Sequence[str], rows: int, columns: int
+) -> None:
     from matplotlib import colormaps
 
     _, num_layers, num_experts = counts_NLE.shape
@@ -228,7 +243,7 @@ def _draw_experts(part: SubFigure, steps_N: np.ndarray, counts_NLE: np.ndarray, 
     shares_NLE = 100 * counts_NLE / np.maximum(totals_NL1, 1)
     uniform = 100 / num_experts
     shown = np.unique(np.linspace(0, num_layers - 1, min(num_layers, _MAX_LAYERS)).round().astype(int))
-    heading = "Load: each expert's share of the tokens"
+    heading = "Load: each expert's share of the choices"
     if len(shown) < num_layers:
         heading += f", {len(shown)} of {num_layers} MoE layers"
     if num_experts <= _MAX_LINES:
@@ -240,7 +255,7 @@ def _draw_experts(part: SubFigure, steps_N: np.ndarray, counts_NLE: np.ndarray, 
     colors = [*colormaps["tab10"](range(10)), *colormaps["Dark2"](range(8))]
     image = None
     for place, (axes, layer) in enumerate(zip(all_axes, shown, strict=False)):
-        axes.set_title(f"MoE layer {layer + 1}", weight="normal")
+        axes.set_title(layers[layer], weight="normal")
         if num_experts <= _MAX_LINES:
             for expert in range(num_experts):
                 shares_N, color = shares_NLE[:, layer, expert], colors[expert]
@@ -253,7 +268,7 @@ def _draw_experts(part: SubFigure, steps_N: np.ndarray, counts_NLE: np.ndarray, 
             image = _draw_map(axes, steps_N, shares_NLE[:, layer] / uniform, max(2.0, busy))
         _step_axis(axes)
         if place % columns == 0:
-            axes.set_ylabel("% of tokens" if image is None else "expert")
+            axes.set_ylabel("% of choices" if image is None else "expert")
         if place >= (rows - 1) * columns:
             axes.set_xlabel("step")
     if image is not None:
@@ -287,12 +302,13 @@ def _draw_imbalance(part: SubFigure, steps_N: np.ndarray, counts_NLE: np.ndarray
         lw=0,
         label="range of the layers",
     )
-    axes.plot(steps_N, [b.overall for b in balances], color=_ORANGE, lw=1.7, marker=marker, label="all layers together")
+    worst_N = per_layer_NL.max(axis=1)
+    axes.plot(steps_N, worst_N, color=_ORANGE, lw=1.7, marker=marker, label="worst layer")
     axes.axhline(1.0, color=_INK, ls=(0, (5, 3)), lw=1.1, label="perfect balance")
     axes.set(title="Imbalance: busiest expert over mean expert", xlabel="step")
-    axes.set_ylim(0.9, 1.25 * max(balance.overall for balance in balances))  # room for the legend
+    axes.set_ylim(0.9, max(1.5, 1.05 * worst_N.max()))
     _step_axis(axes)
     empty = [balance.empty_fraction for balance in balances]
     if max(empty):
         axes.plot([], [], " ", label=f"experts without a token: {100 * empty[-1]:.1f} % at last")
-    axes.legend(loc="upper right", ncols=4)
+    _legend_above(axes, ncols=4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 class StorageMeter(TorchDispatchMode):
     """`live` and `peak` bytes of all storages that operations under this mode have made and that still exist.
 
-    A storage is counted once however many tensors view it. `rounding` is the allocator's unit (512 bytes for CUDA's
+    A storage is counted once however many tensors view it, and one that an operation was given and only views, such as
+    a parameter from before this mode, not at all. `rounding` is the allocator's unit (512 bytes for CUDA's
     caching allocator). Memory that kernels use inside one operation is not seen.
     """
 
@@ -26,14 +28,17 @@ class StorageMeter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                self._see(leaf.untyped_storage())
+        new = [storage for storage in _storages(out) if storage._cdata not in self._known]
+        if new:
+            given = {storage._cdata for storage in _storages((args, kwargs))}
+            for storage in new:
+                if storage._cdata not in given:
+                    self._see(storage)
         return out
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key in self._known:
+        if key in self._known:  # several results of one operation view it
             return
         size = -(-storage.nbytes() // self.rounding) * self.rounding
         self._known[key] = weakref.ref(storage, partial(self._forget, key, size))
@@ -46,3 +51,7 @@ class StorageMeter(TorchDispatchMode):
 
     def reset_peak(self) -> None:
         self.peak = self.live
+
+
+def _storages(value: Any) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]

@@ -8,11 +8,14 @@ what the rank communicates.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -22,9 +25,11 @@ from maniple.engines.megatron import model, step
 from maniple.engines.megatron.dry_run.exchange import LayerBytes, even_and_worst
 from maniple.engines.megatron.dry_run.memory import StorageMeter
 from maniple.engines.megatron.dry_run.meta import META, stand_in
+from maniple.engines.megatron.dry_run.passes import CannotRepeat, remembered
 from maniple.engines.megatron.dry_run.program import Program
 from maniple.engines.megatron.optimizer import build_optimizer
 from maniple.errors import UserError
+from maniple.hardware.units import binary_size
 from maniple.models.card import ModelCard
 
 
@@ -121,12 +126,22 @@ class RankProgram:
     micro_batches_a_step: int
 
 
-def program_of(job: TrainConfig, card: ModelCard, rank: int, world_size: int) -> RankProgram:
+def program_of(job: TrainConfig, card: ModelCard, rank: int, world_size: int, whole: bool = False) -> RankProgram:
     """As `trace`, for communication: a whole step, with the optimizer's own and the statistics, and an evaluation.
 
-    With overlapped parameter gathers a second step follows, whose forward pass makes them.
+    With overlapped parameter gathers a second step follows, whose forward pass makes them. whole: every pass is run;
+    otherwise those like an earlier one are taken from it (see `passes.py`).
     """
-    with stand_in(job, rank, world_size) as recorder:
+    try:
+        return _program_of(job, card, rank, world_size, contextlib.nullcontext if whole else remembered)
+    except CannotRepeat:
+        return _program_of(job, card, rank, world_size, contextlib.nullcontext)
+
+
+def _program_of(
+    job: TrainConfig, card: ModelCard, rank: int, world_size: int, passes: Callable[[Any], AbstractContextManager]
+) -> RankProgram:
+    with stand_in(job, rank, world_size) as recorder, passes(recorder):
         chunks = _build(card, job)
         parameters = sum(p.numel() for chunk in chunks for p in chunk.parameters())
         chunks = model.wrap(chunks, job, META)
@@ -213,10 +228,10 @@ def run(job: TrainConfig, card: ModelCard, rank: int, world_size: int, *, as_jso
         ("activations and temporaries at the peak", result.activation_bytes),
         ("traced peak", result.peak_bytes),
     ):
-        table.add_row(name, f"{size / 2**30:.2f} GiB")
+        table.add_row(name, binary_size(size))
     for name, layer in (("even load", result.even), ("all tokens here", result.worst)):
         if layer is not None:
-            said = f"{layer.peak / 2**20:,.1f} MiB, {layer.kept / 2**20:,.1f} kept, {layer.rows:,} rows"
+            said = f"{binary_size(layer.peak)}, {binary_size(layer.kept)} kept, {layer.rows:,} rows"
             table.add_row(f"a layer's exchange and experts, {name}", said)
     table.add_row("micro-batches traced / a step", f"{result.micro_batches_run} / {result.micro_batches_a_step}")
     table.add_row("took", f"{result.seconds:.1f} s")
