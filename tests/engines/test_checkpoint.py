@@ -293,7 +293,7 @@ def test_a_longer_job_goes_on(others, folder):
     [
         ("foreign", "is of another model (deepseek-v3-tiny): "),
         ("missing", "nowhere: there is no such folder"),
-        ("partial", "checkpoints: it holds checkpoints and is none: name one of them"),
+        ("partial", "checkpoints: it holds checkpoints and is none: take its newest, "),
         ("precision", "was saved with precision.dtype fp32, this job has bf16: set precision.dtype=fp32"),
         ("vocabulary", "has a vocabulary padded to 300, this job pads it to 304: set model.vocab_size_multiple=300"),
     ],
