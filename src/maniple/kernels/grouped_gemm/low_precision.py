@@ -120,7 +120,7 @@ def quantized_grouped_gemm(
     grad_dtype = dtype if grad_dtype is None else grad_dtype
     operands = x_SK.dtype, w_G.shape[1 if layout == "nk" else 2], x_SK.shape[1], dtype, grad_dtype
     name = _choose(recipe, x_SK.device.type, kernels, operands)
-    quantizer = _Quantizer(recipe, layout, rounding, weight_cache, emulate=name == "emulated")
+    quantizer = Quantizer(recipe, layout, rounding, weight_cache, emulate=name == "emulated")
     settings = _Settings(quantizer, name, zero_tail, fuse_wgrad_accumulation, dtype, grad_dtype, splits)
     if source_S is not None:
         source_S = source_S.to(torch.int32).contiguous()
@@ -134,7 +134,7 @@ def _choose(recipe: str, device_type: str, kernels: str | None, operands: tuple[
 
 
 @dataclass(frozen=True)
-class _Quantizer:
+class Quantizer:
     """Makes the operands of the products. Where it emulates they are bf16, of the shapes of the quantized ones."""
 
     recipe: str
@@ -180,7 +180,7 @@ class _Quantizer:
 
 @dataclass(frozen=True)
 class _Settings:
-    quantizer: _Quantizer
+    quantizer: Quantizer
     kernels: str
     zero_tail: bool
     fuse: bool

@@ -29,8 +29,8 @@ def rows(
 ) -> torch.Tensor:
     """`maniple::quantized_grouped_gemm`: `[S, N]`."""
     return registry.use(OP, recipe, x.device.type, kernels).rows(
-        _join(x, x_scales, RECIPES[recipe].rows),
-        _join(w, w_scales, RECIPES[recipe].weight),
+        join(x, x_scales, RECIPES[recipe].rows),
+        join(w, w_scales, RECIPES[recipe].weight),
         ends_G,
         out_dtype=out_dtype,
         bias_GN=bias_GN,
@@ -65,14 +65,15 @@ def operators_for(tensor: torch.Tensor) -> Any:
     return _NAMED if custom_ops.named(tensor) else _DIRECT
 
 
-def _join(data: torch.Tensor, scales: torch.Tensor | None, side: int) -> Operand:
+def join(data: torch.Tensor, scales: torch.Tensor | None, side: int) -> Operand:
+    """The operand of what `split` gave; side: of its blocks."""
     if scales is None:
         return data
     return Quantized(data, scales, (1 if side and data.dim() == 2 else side, side))
 
 
 def _turned(grad, grad_scales, x, x_scales, recipe: str) -> tuple[Operand, Operand]:
-    return _join(grad, grad_scales, RECIPES[recipe].rows), _join(x, x_scales, RECIPES[recipe].rows)
+    return join(grad, grad_scales, RECIPES[recipe].rows), join(x, x_scales, RECIPES[recipe].rows)
 
 
 def _empty_rows(x, x_scales, w, w_scales, ends, bias, bias_scale, out_dtype, zero_tail, splits, recipe, kernels):

@@ -18,18 +18,10 @@ import torch
 
 from maniple.kernels import registry
 from maniple.kernels.grouped_gemm import low_precision
-from maniple.kernels.grouped_gemm.low_precision_ops import split
+from maniple.kernels.grouped_gemm.low_precision_ops import join, split
 from maniple.kernels.linear import reference, scaled_mm
 from maniple.kernels.linear.grouped import Grouped
-from maniple.kernels.linear.reference import Operand
-from maniple.kernels.quantize import (
-    Quantized,
-    QuantizedWeight,
-    emulate_rows,
-    emulate_weight,
-    quantize_rows,
-    quantize_weight,
-)
+from maniple.kernels.quantize import QuantizedWeight
 from maniple.kernels.quantize.formats import RECIPES
 
 __all__ = ["Exchange", "choose", "quantized_linear"]
@@ -100,10 +92,8 @@ def quantized_linear(
     grad_dtype = dtype if grad_dtype is None else grad_dtype
     name, inner = _use(w_NK, recipe, dtype, grad_dtype, kernels)
     product = Grouped(recipe, inner) if inner is not None else {"reference": reference, "scaled_mm": scaled_mm}[name]
-    emulate = inner == "emulated"
-    settings = _Settings(
-        recipe, dtype, grad_dtype, rounding, weight_cache, emulate, product, fuse_wgrad_accumulation, exchange
-    )
+    quantizer = low_precision.Quantizer(recipe, "nk", rounding, weight_cache, emulate=inner == "emulated")
+    settings = _Settings(quantizer, dtype, grad_dtype, product, fuse_wgrad_accumulation, exchange)
     return _QuantizedLinear.apply(x, w_NK, bias_N, settings)
 
 
@@ -137,41 +127,12 @@ def _use(w_NK: torch.Tensor, recipe: str, dtype, grad_dtype, kernels: str | None
 
 @dataclass(frozen=True)
 class _Settings:
-    """Makes the operands of the products. Where it emulates they are bf16, of the shapes of the quantized ones."""
-
-    recipe: str
+    quantizer: low_precision.Quantizer
     dtype: torch.dtype
     grad_dtype: torch.dtype
-    rounding: Any
-    cache: QuantizedWeight | None
-    emulate: bool
     product: Any
     fuse: bool
     exchange: Exchange | None
-
-    def rows(
-        self, x_SK: torch.Tensor, ends_G: torch.Tensor, dtype: torch.dtype, rowwise: bool, columnwise: bool
-    ) -> tuple[Operand | None, Operand | None, torch.Tensor]:
-        """(`[S, K]`, its transpose as weight gradients take it, int32 `[1]`: columns of the transpose)."""
-        asked: dict[str, Any] = dict(dtype=dtype, rounding=self.rounding, rowwise=rowwise, columnwise=columnwise)
-        if self.emulate:
-            along_SK, down_SK = emulate_rows(x_SK, ends_G, **asked)
-            return along_SK, None if down_SK is None else down_SK.t(), ends_G
-        made = quantize_rows(x_SK, ends_G, self.recipe, **asked)
-        return made.rowwise, made.columnwise, made.padded_ends_G
-
-    def weight(self, w_NK: torch.Tensor, both: bool) -> tuple[Operand, Operand | None]:
-        """(`[1, N, K]` of forward, `[1, K, N]` of dgrad)."""
-        if self.emulate:
-            w_1NK = emulate_weight(w_NK[None], dtype=self.dtype, rounding=self.rounding)
-            return w_1NK, w_1NK.transpose(1, 2)
-        if self.cache is not None:
-            made = self.cache(w_NK[None])
-        else:
-            made = quantize_weight(w_NK[None], self.recipe, dtype=self.dtype, rounding=self.rounding, dgrad=both)
-        if both and made.dgrad is None:
-            raise ValueError("this weight is needed in both orientations: take a weight_cache with dgrad=True")
-        return made.forward, made.dgrad
 
 
 class _QuantizedLinear(torch.autograd.Function):
@@ -181,10 +142,11 @@ class _QuantizedLinear(torch.autograd.Function):
         whole = x if settings.exchange is None else settings.exchange.gather(x)
         x_SK = whole.reshape(-1, whole.shape[-1])
         ends_G = torch.full((1,), x_SK.shape[0], dtype=torch.int32, device=x.device)
-        x_along, x_turned, turned_ends_G = settings.rows(x_SK, ends_G, settings.dtype, True, needs_w)
-        w, w_turned = settings.weight(w_NK, needs_x)
+        quantizer = settings.quantizer
+        x_along, x_turned, turned_ends_G = quantizer.rows(x_SK, ends_G, settings.dtype, True, needs_w)
+        w, w_turned = quantizer.weight(w_NK[None], settings.dtype, needs_x)
         # emulated weights are made anew in backward: kept they would cost a copy of the weight in bf16
-        kept_w = (w_NK, None) if settings.emulate else split(w_turned if needs_x else None)
+        kept_w = (w_NK, None) if quantizer.emulate else split(w_turned if needs_x else None)
         ctx.settings, ctx.main, ctx.w_dtype = settings, w_NK if settings.fuse else None, w_NK.dtype
         ctx.whole_shape, ctx.bias_dtype = whole.shape, None if bias_N is None else bias_N.dtype
         ctx.save_for_backward(ends_G, turned_ends_G, *split(x_turned), *kept_w)
@@ -195,18 +157,22 @@ class _QuantizedLinear(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         ends_G, turned_ends_G, x, x_scales, w, w_scales = ctx.saved_tensors
-        settings, main, recipe = ctx.settings, ctx.main, RECIPES[ctx.settings.recipe]
+        settings, quantizer, main = ctx.settings, ctx.settings.quantizer, ctx.main
+        blocks = RECIPES[quantizer.recipe]
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         grad_SN = grad.reshape(-1, grad.shape[-1])
         along = turned = grad_x = grad_w_NK = grad_bias_N = None
         if needs_x or needs_w:
-            along, turned, _ = settings.rows(grad_SN, ends_G, settings.grad_dtype, needs_x, needs_w)
+            along, turned, _ = quantizer.rows(grad_SN, ends_G, settings.grad_dtype, needs_x, needs_w)
         if needs_x:
-            w_turned = settings.weight(w, True)[1] if settings.emulate else _join(w, w_scales, (recipe.weight,) * 2)
+            if quantizer.emulate:
+                w_turned = quantizer.weight(w[None], settings.dtype, True)[1]
+            else:
+                w_turned = join(w, w_scales, blocks.weight)
             grad_x = settings.product.rows(along, w_turned, ends_G, out_dtype=grad.dtype).view(ctx.whole_shape)
             received = None if settings.exchange is None else settings.exchange.reduce(grad_x)
         if needs_w:
-            operands = turned, _join(x, x_scales, (1, recipe.rows) if recipe.rows else (0, 0)), turned_ends_G
+            operands = turned, join(x, x_scales, blocks.rows), turned_ends_G
             if settings.fuse:
                 settings.product.wgrad(*operands, out_dtype=torch.float32, out_1NK=main.main_grad[None])
                 main.grad_added_to_main_grad = True
@@ -218,7 +184,3 @@ class _QuantizedLinear(torch.autograd.Function):
         if needs_x and received is not None:
             grad_x = received()
         return grad_x, grad_w_NK, grad_bias_N, None
-
-
-def _join(data: torch.Tensor, scales: torch.Tensor | None, block: tuple[int, int]) -> Operand:
-    return data if scales is None else Quantized(data, scales, block)
