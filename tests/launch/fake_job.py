@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import types
 from dataclasses import replace
@@ -84,4 +85,7 @@ if __name__ == "__main__":
         real = torchrun.run
         meet = {"meet_seconds": float(os.environ.get("MEET_SECONDS", "600"))}
         torchrun.run = lambda launch, module, arguments: real(replace(launch, **meet), "fake_job", arguments)
-    sys.exit(cli.main())
+    code = cli.main()
+    # in C++ while Python ends, such a thread aborts the process now and then
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("RendezvousKeepAlive")]
+    sys.exit(f"still running: {left}" if left else code)

@@ -125,15 +125,19 @@ class Agent(LocalElasticAgent):
         Raises SignalException for SIGTERM, SIGINT and SIGUSR1, when the processes have ended. The rendezvous is closed
         at the end, so that nodes which wait there end too, but for a signal: other nodes may go on without this one.
         """
-        closes = True
+        handler = self._worker_group.spec.rdzv_handler
         try:
-            return self.run()
+            result = self.run()
         except SignalException:
-            closes = False
+            # A thread that is in the store's C++ when Python ends would abort this process (std::terminate, -6).
+            if hasattr(handler, "_stop_heartbeats"):  # dynamic_rendezvous.py stops them in `shutdown` only
+                handler._stop_heartbeats()
             raise
-        finally:
-            if closes:
-                self._worker_group.spec.rdzv_handler.shutdown()
+        except BaseException:
+            handler.shutdown()
+            raise
+        handler.shutdown()
+        return result
 
     @property
     def exit_codes(self) -> list[int | None]:
