@@ -1,4 +1,4 @@
-"""The command line: `maniple train · bench · preflight · models · data … · checkpoint … · config show`.
+"""The command line: `maniple train · bench · preflight · models … · convert … · data … · checkpoint … · config show`.
 
 Everything heavy is imported inside the command that needs it, so that `maniple --help` answers at once. Exit codes:
 0, 2 for a user's mistake (one line on standard error), 130 for Ctrl-C, and whatever a job's workers ended with.
@@ -10,58 +10,38 @@ import faulthandler
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
 from maniple import __version__
+from maniple.commands import AsJson, Command, Group, convert, models
 from maniple.errors import UserError
 from maniple.launch import worker
 
-
-class _Flags:
-    """Flags without a type beside them in the help: they take no value."""
-
-    def get_params(self, ctx):
-        params = super().get_params(ctx)  # type: ignore[misc]
-        for param in params:
-            if getattr(param, "is_flag", False) and param.metavar is None:
-                param.metavar = ""
-        return params
-
-
-class _Command(_Flags, TyperCommand):
-    pass
-
-
-class _Group(_Flags, TyperGroup):
-    pass
-
-
 app = typer.Typer(
     name="maniple",
-    cls=_Group,
+    cls=Group,
     help="Trains mixture-of-experts language models.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-data_app = typer.Typer(cls=_Group, help="Datasets for training.")
-config_app = typer.Typer(cls=_Group, help="Job files.")
-checkpoint_app = typer.Typer(cls=_Group, help="Checkpoints of runs.")
-bench_app = typer.Typer(cls=_Group, help="Speeds of kernels on this machine.")
+data_app = typer.Typer(cls=Group, help="Datasets for training.")
+config_app = typer.Typer(cls=Group, help="Job files.")
+checkpoint_app = typer.Typer(cls=Group, help="Checkpoints of runs.")
+bench_app = typer.Typer(cls=Group, help="Speeds of kernels on this machine.")
 app.add_typer(data_app, name="data")
 app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(bench_app, name="bench")
+app.add_typer(models.app, name="models")
+app.add_typer(convert.app, name="convert")
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="job file (YAML)")]
 OptionalConfig = Annotated[Path | None, typer.Argument(metavar="CONFIG", help="job file (YAML); none: the defaults")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="overrides, as with --set")]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one value: train.steps=50")]
-AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output")]
 
 
 @app.callback(invoke_without_command=True)
@@ -74,7 +54,7 @@ def _root(
         print(context.get_help())
 
 
-@app.command(cls=_Command)
+@app.command(cls=Command)
 def train(
     config: Config,
     overrides: Overrides = None,
@@ -153,7 +133,7 @@ def train(
     return start(job, card, launch, words, nproc=nproc)
 
 
-@bench_app.command("grouped-gemm", cls=_Command)
+@bench_app.command("grouped-gemm", cls=Command)
 def grouped_gemm(
     model: Annotated[str, typer.Option(help="model card whose experts are measured")] = "qwen3-30b-a3b",
     variant: Annotated[
@@ -199,75 +179,7 @@ def grouped_gemm(
     )
 
 
-@app.command(cls=_Command)
-def models(
-    name: Annotated[str | None, typer.Argument(help="one model: its whole card")] = None, as_json: AsJson = False
-) -> None:
-    """List the model cards, with exact parameter counts."""
-    from maniple.models import load_card
-    from maniple.models.table import row, rows
-
-    if name is None:
-        every = rows()
-        if as_json:
-            print(json.dumps(every, indent=2))
-        else:
-            _print_table(
-                ["model", "total", "active", "layers", "experts", "top-k", "attention", "router"],
-                [
-                    [
-                        facts["name"],
-                        f"{facts['total_parameters'] / 1e9:.2f}B",
-                        f"{facts['active_parameters'] / 1e9:.2f}B",
-                        f"{facts['layers']}" + (f" + {facts['mtp_layers']} MTP" if facts["mtp_layers"] else ""),
-                        *(str(facts[key]) for key in ("experts", "topk", "attention", "router")),
-                    ]
-                    for facts in every
-                ],
-                numbers=range(1, 6),
-            )
-        return
-    card = load_card(name)
-    facts = row(card) | {"card": card.model_dump(mode="json")}
-    if as_json:
-        print(json.dumps(facts, indent=2))
-    else:
-        lines = [[key, _as_yaml(value) if key.startswith("card.") else _said(value)] for key, value in _flat(facts)]
-        _print_table(["fact", "value"], lines)
-
-
-def _print_table(headings: list[str], lines: list[list[str]], numbers: Iterable[int] = ()) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if index in numbers else "left")
-    for line in lines:
-        table.add_row(*line)
-    Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False).print(table)
-
-
-def _said(value: object) -> str:
-    return "none" if value is None else f"{value:,}" if type(value) is int else str(value)
-
-
-def _as_yaml(value: object) -> str:
-    """On one line, as it can stand under model.overrides."""
-    import yaml
-
-    return yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, width=10**6).strip()[1:-1]
-
-
-def _flat(facts: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
-    for key, value in facts.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-@app.command(cls=_Command)
+@app.command(cls=Command)
 def preflight(
     config: OptionalConfig = None, overrides: Overrides = None, set_: Set = None, as_json: AsJson = False
 ) -> int:
@@ -286,7 +198,7 @@ def preflight(
     return machine.run(job.run_dir, checkpoint_bytes=size, as_json=as_json)
 
 
-@data_app.command(cls=_Command)
+@data_app.command(cls=Command)
 def prepare(
     inputs: Annotated[list[Path], typer.Argument(metavar="INPUT...", help="files or folders: JSON lines, or text")],
     output: Annotated[Path, typer.Option(metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")],
@@ -313,7 +225,7 @@ def prepare(
     print(f"{output}: {done.documents:,} documents, {done.tokens:,} tokens in {done.seconds:.1f} s", file=sys.stderr)
 
 
-@data_app.command(cls=_Command)
+@data_app.command(cls=Command)
 def tokenizer(
     inputs: Annotated[list[Path], typer.Argument(metavar="INPUT...", help="files or folders: JSON lines, or text")],
     output: Annotated[Path, typer.Option(metavar="FILE", help="the tokenizer.json to write; must not exist")],
@@ -332,7 +244,7 @@ def tokenizer(
     print(f"{made.path}: {made.vocab_size:,} tokens{fewer}, from {read}", file=sys.stderr)
 
 
-@checkpoint_app.command(cls=_Command)
+@checkpoint_app.command(cls=Command)
 def inspect(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="RUN/checkpoints/step_…")], as_json: AsJson = False
 ) -> None:
@@ -342,7 +254,7 @@ def inspect(
     checkpoint_report.inspect(folder, as_json=as_json)
 
 
-@checkpoint_app.command(cls=_Command)
+@checkpoint_app.command(cls=Command)
 def verify(folder: Annotated[Path, typer.Argument(metavar="DIR", help="a checkpoint, or a run: all of its")]) -> None:
     """Read every file and compare it with its digest; exit code 2, and what is damaged, if one differs."""
     from maniple.engines.megatron.checkpoint import report as checkpoint_report
@@ -350,7 +262,7 @@ def verify(folder: Annotated[Path, typer.Argument(metavar="DIR", help="a checkpo
     checkpoint_report.verify(folder)
 
 
-@config_app.command(cls=_Command)
+@config_app.command(cls=Command)
 def show(config: OptionalConfig = None, overrides: Overrides = None, set_: Set = None, as_json: AsJson = False) -> None:
     """Print every effective value of a job and where it came from."""
     from maniple.config.check import resolve_card

@@ -108,7 +108,6 @@ def test_what_works_is_accepted(world_size, overrides):
         (2, ("model.overrides.dense_ffn_size=97", tp(2)), "dense_ffn_size 97 is not"),
         (2, ("model.overrides.moe.shared_ffn_size=49", tp(2)), "shared_ffn_size 49 is not"),
         (2, ("model.overrides.moe.expert_ffn_size=49", etp(2)), "expert_ffn_size 49 is not"),
-        (2, ("model.card=minimax-m2", tp(2)), "full width"),
         (3, (), "train.global_batch_size 64 is not a multiple of 3 = train.micro_batch_size 1 x 3 data-parallel ranks"),
         (8, ("train.micro_batch_size=3",), "global_batch_size 64 is not a multiple of 24"),
         (2, (pp(2),), "the model's 3 layers do not divide over 2 = pipeline_parallel_size 2"),

@@ -108,14 +108,14 @@ def _slow_disk(it) -> dict[str, Any]:
     """Training goes on while a disk does not: the step waits for the copy alone, a reader sees nothing."""
     from maniple.engines.megatron.checkpoint import writer as checkpoint_writer
 
-    go, write = threading.Event(), checkpoint_writer._DigestingFile.save
+    go, write = threading.Event(), checkpoint_writer.DigestingFile.save
 
     def slow(file, data) -> None:
         go.wait()
         write(file, data)
 
     wanted = {name: tensor.clone() for name, tensor in tensors_of(it).items()}
-    checkpoint_writer._DigestingFile.save = slow
+    checkpoint_writer.DigestingFile.save = slow
     save(it, 7)
     with torch.no_grad():
         for tensor in tensors_of(it).values():
@@ -123,7 +123,7 @@ def _slow_disk(it) -> dict[str, Any]:
     report = {"seen": files.all_of(it.job.run_dir), "done": it.saver.wait(timeout=0.2), "last": it.saver.last}
     go.set()
     report["failure"] = it.saver.wait()
-    checkpoint_writer._DigestingFile.save = write
+    checkpoint_writer.DigestingFile.save = write
     load(it, it.saver.last)
     got = tensors_of(it)
     report["wrong"] = [name for name in wanted if not wanted[name].equal(got[name])]
@@ -291,7 +291,7 @@ def killed(rank: int, world_size: int, folder: Path, place: str) -> None:
     from maniple.engines.megatron.checkpoint import writer as checkpoint_writer
 
     holder, name = {
-        "killed-in-a-file": (checkpoint_writer._DigestingFile, "flush"),
+        "killed-in-a-file": (checkpoint_writer.DigestingFile, "flush"),
         "killed-before-the-manifest": (checkpoint_files, "write_manifest"),
         "killed-before-the-name": (checkpoint_files, "publish"),
         "killed-after-the-name": (checkpoint_files, "prune"),

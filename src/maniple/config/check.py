@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pydantic import ValidationError
 
+from maniple.config.explain import explained
 from maniple.config.layout import checked_layout, parse_layout
-from maniple.config.load import explained
 from maniple.config.schema import TrainConfig
 from maniple.errors import UserError
 from maniple.models import load_card
@@ -158,11 +158,6 @@ def _check_model(config: TrainConfig, card: ModelCard) -> None:
     _multiple(
         moe.expert_ffn_size, expert_tensor, "the model's moe.expert_ffn_size", "parallel.expert_tensor_parallel_size"
     )
-    if card.qk_norm == "full_width" and tensor > 1:
-        raise UserError(
-            f"model {card.name} normalizes queries and keys over the full width, which tensor parallelism would cut: "
-            "set parallel.tensor_parallel_size=1"
-        )
     if moe.linear_bias and expert_tensor > 1:
         raise UserError(
             f"model {card.name} has biases in its experts, which are not cut over expert-tensor ranks: set "

@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from maniple.config import yamlfile
+from maniple.config.explain import explained, shown
 from maniple.config.schema import TrainConfig
 from maniple.errors import UserError
 from maniple.models.card import ModelCard
@@ -121,7 +122,7 @@ def _layers(
     if document.data is None:
         raise UserError(f"{path}: empty; a job file sets at least one key")
     if not isinstance(document.data, dict):
-        raise UserError(f"{path}: expected a mapping of keys at the top, got {_shown(document.data)}")
+        raise UserError(f"{path}: expected a mapping of keys at the top, got {shown(document.data)}")
     data = dict(document.data)
     if "extends" in data:
         place = f"{name}:{document.lines['extends']}: extends"
@@ -133,7 +134,7 @@ def _layers(
 def _bases(value: Any, path: Path, place: str) -> list[Path]:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-        raise UserError(f"{place}: expected a file, a preset, or a list of them, got {_shown(value)}")
+        raise UserError(f"{place}: expected a file, a preset, or a list of them, got {shown(value)}")
     found = []
     for name in names:
         is_file = "/" in name or name.endswith((".yaml", ".yml"))
@@ -212,14 +213,14 @@ def _checked(data: dict[str, Any], model: type[BaseModel], prefix: str, place) -
         if section is not None and isinstance(value, dict):
             yield from _checked(value, section, f"{key}.", place)
         elif section is not None and not (value is None and not isinstance(field.annotation, type)):
-            raise UserError(f"{place(key)}: {key}: expected a mapping of keys, got {_shown(value)}")
+            raise UserError(f"{place(key)}: {key}: expected a mapping of keys, got {shown(value)}")
         else:
             try:
                 _adapter(model, name).validate_json(json.dumps(value), strict=True)
             except ValidationError as error:
                 raise UserError(f"{place(key)}: {explained(error, key)}") from None
             except TypeError:
-                raise UserError(f"{place(key)}: {key}: expected plain data, got {_shown(value)}") from None
+                raise UserError(f"{place(key)}: {key}: expected plain data, got {shown(value)}") from None
             yield key, value
 
 
@@ -291,56 +292,3 @@ def _nearest(name: str, model: type[BaseModel], prefix: str) -> str:
     if near:
         return f"did you mean {' or '.join(repr(key) for key in near)}?"
     return f"valid keys here: {', '.join(model.model_fields)}"
-
-
-_EXPECTED = {
-    "int": "a whole number",
-    "float": "a number",
-    "finite": "a finite number",
-    "bool": "true or false",
-    "string": "text (numbers and dates in quotes)",
-    "path": "a path",
-    "list": "a list",
-    "dict": "a mapping of keys",
-    "model": "a mapping of keys",
-}
-_BOUNDS = {
-    "greater_than_equal": "at least",
-    "greater_than": "more than",
-    "less_than_equal": "at most",
-    "less_than": "less than",
-}
-
-
-def explained(error: ValidationError, prefix: str = "") -> str:
-    """The first fault of a pydantic error as `prefix.key: expected ..., got ...`, in one line."""
-    fault = error.errors(include_url=False)[0]
-    key = prefix
-    for part in fault["loc"]:
-        key += f"[{part}]" if isinstance(part, int) else f".{part}" if key else str(part)
-    kind, context = fault["type"], fault.get("ctx", {})
-    got = f", got {_shown(fault['input'])}"
-    if kind == "value_error":
-        return f"{key}: {fault['msg'].removeprefix('Value error, ')}"
-    if kind == "missing":
-        return f"{key}: this value is needed and not given"
-    if kind in _BOUNDS:
-        (bound,) = context.values()
-        return f"{key}: expected {_BOUNDS[kind]} {bound}{got}"
-    if kind == "literal_error":
-        return f"{key}: expected {context['expected']}{got}"
-    if kind == "string_pattern_mismatch":
-        return f"{key}: expected letters, digits, '.', '_' and '-', the first a letter or digit{got}"
-    if kind == "list_type" and isinstance(value := fault["input"], str | int | float) and not isinstance(value, bool):
-        got += f"; write {key}=[{_shown(value).strip("'")}]"
-    expected = _EXPECTED.get(kind.partition("_")[0])
-    return f"{key}: expected {expected}{got}" if expected else f"{key}: {fault['msg']}{got}"
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "nothing (null)"
-    if isinstance(value, bool):
-        return str(value).lower()
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

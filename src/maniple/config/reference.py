@@ -22,7 +22,7 @@ from maniple.models.card import ModelCard
 MEANING = {
     "name": "the run's name; its folder is `output_dir/name`",
     "output_dir": "where the folders of runs are; relative to where the command is called",
-    "model.card": "name of a model card: see [models.md](models.md)",
+    "model.card": "name of a model card, or path of its YAML file: see [models.md](models.md)",
     "model.variant": "`tiny`: the same architecture at toy sizes",
     "model.overrides": "fields of the card to change, in the card's shape: see [below](#modeloverrides)",
     "parallel.tensor_parallel_size": "TP: ranks that share each matrix outside the experts",

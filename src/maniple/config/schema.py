@@ -43,6 +43,7 @@ _LONGEST_NAME = 240  # bytes; file systems take 255, and `.idx` or `.partial` ma
 
 Folder = Annotated[Path, AfterValidator(_nameable)]
 FolderOrNone = Annotated[Path | None, AfterValidator(_nameable)]
+Name = Annotated[str, AfterValidator(_nameable)]
 NameOrNone = Annotated[str | None, AfterValidator(_nameable)]
 # [0.7, a, 0.3, b]: YAML reads the weights as numbers
 Blend = Annotated[list[str], BeforeValidator(_weights_as_text), AfterValidator(_nameable)]
@@ -55,7 +56,7 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """Which architecture. `overrides` has the shape of the card, e.g. `{num_layers: 4, moe: {num_experts: 8}}`."""
 
-    card: str = "deepseek-v3"
+    card: Name = "deepseek-v3"
     variant: Literal["full", "tiny"] = "full"
     overrides: dict[str, Any] = {}
     vocab_size_multiple: int = Field(
@@ -194,7 +195,14 @@ class CheckpointConfig(Section):
         None, ge=1, le=_STEPS, description="with keep: steps that are multiples of this stay as well"
     )
     resume: NameOrNone = Field(None, description="a checkpoint folder, or `auto`: the newest whole one of this run")
-    verify_on_load: bool = Field(True, description="all files are compared with their digests before a run resumes")
+    init_from: NameOrNone = Field(
+        None,
+        description="a checkpoint folder: the run begins with its weights, and with fresh optimizer, schedule, data "
+        "order and step 0; where `resume` finds a checkpoint it is not read",
+    )
+    verify_on_load: bool = Field(
+        True, description="all files are compared with their digests before a run resumes or begins from them"
+    )
 
 
 class GuardConfig(Section):

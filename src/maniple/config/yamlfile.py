@@ -22,7 +22,7 @@ _INT = "tag:yaml.org,2002:int"
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
 _MERGE = "tag:yaml.org,2002:merge"
 _LOOKS_OTHERWISE = re.compile(r"[-+]?0[0-9_]|.*:|.*_(?![0-9]{3}(?![0-9]))|[-+]?([0-9]{4,}|)_")
-_LARGEST = 1 << 20  # bytes of a job file: far past any, and a wrong path (a dataset, /dev/zero) costs no memory
+_LARGEST = 1 << 20  # bytes of a file: far past any, and a wrong path (a dataset, /dev/zero) costs no memory
 
 
 @dataclass(frozen=True)
@@ -99,18 +99,21 @@ def parse(text: str, where: str) -> Document:
     return Document(data, lines)
 
 
-def read(path: Path) -> Document:
-    """Reads a YAML file. Raises UserError for a file that is missing, a folder, not readable, or not UTF-8 YAML."""
+def read(path: Path, what: str = "job file") -> Document:
+    """Reads a YAML file. Raises UserError for a file that is missing, a folder, not readable, or not UTF-8 YAML.
+
+    what: it should be, in errors.
+    """
     try:
         with open(path, "rb") as file:
             content = file.read(_LARGEST + 1)
         if len(content) > _LARGEST:
-            raise UserError(f"{path}: larger than {_LARGEST >> 20} MiB, so no job file; give the path of a YAML file")
+            raise UserError(f"{path}: larger than {_LARGEST >> 20} MiB, so no {what}; give the path of a YAML file")
         text = content.decode("utf-8-sig")
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file; give the path of a job file (YAML)") from None
+        raise UserError(f"{path}: no such file; give the path of a {what} (YAML)") from None
     except IsADirectoryError:
-        raise UserError(f"{path}: a folder, not a job file; give the path of a YAML file") from None
+        raise UserError(f"{path}: a folder, not a {what}; give the path of a YAML file") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from None
     except OSError as error:

@@ -26,8 +26,7 @@ def start(job: TrainConfig, card: ModelCard, launch: Launch, arguments: list[str
     launch: all but its `nproc`, which is as many as there are GPUs where `nproc` is None, and one without any. Raises
     UserError, in one line, for what cannot work.
     """
-    if job.checkpoint.resume not in (None, "auto"):
-        checkpoint_files.find(job.run_dir, str(job.checkpoint.resume))
+    check_checkpoints(job)
     check_folder(job.run_dir)
     launch = replace(launch, nproc=1 if nproc is None else nproc)
     launch.check()
@@ -45,6 +44,18 @@ def start(job: TrainConfig, card: ModelCard, launch: Launch, arguments: list[str
     if code and (step := _step_to_go_on_from(job, began)) is not None:
         print(f"maniple: go on with --resume auto (step {step})", file=sys.stderr)
     return code
+
+
+def check_checkpoints(job: TrainConfig) -> None:
+    """Raises UserError unless what the run goes on from, or else what its weights are from, is a whole checkpoint as
+    far as names and sizes tell. What `resume: auto` alone means is looked for by the run itself."""
+    resume, init_from = job.checkpoint.resume, job.checkpoint.init_from
+    if resume is not None and (resume != "auto" or init_from is not None):
+        found, _ = checkpoint_files.find(job.run_dir, resume)
+        if found:
+            return
+    if init_from is not None:
+        checkpoint_files.read_whole(Path(init_from))
 
 
 def check_folder(run_dir: Path) -> None:

@@ -7,32 +7,51 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 
-import yaml
+from pydantic import ValidationError
 
+from maniple.config import yamlfile
+from maniple.config.explain import explained
 from maniple.errors import UserError
 from maniple.models.card import MLA, ModelCard, MoE, Published, Rope, Router, Yarn
 
 __all__ = ["MLA", "MoE", "ModelCard", "Published", "Rope", "Router", "Yarn", "list_cards", "load_card"]
 
-_CARDS = files(__package__) / "cards"
+_CARDS = Path(__file__).parent / "cards"
 
 
 def list_cards() -> list[str]:
-    """Names that `load_card` takes, in alphabetical order."""
-    return sorted(entry.name.removesuffix(".yaml") for entry in _CARDS.iterdir() if entry.name.endswith(".yaml"))
+    """Names of the cards that come with Maniple, in alphabetical order."""
+    return sorted(file.stem for file in _CARDS.glob("*.yaml"))
 
 
-@cache
 def load_card(name: str) -> ModelCard:
-    """The card of that name (cards are immutable: `with_overrides` and `tiny` make new ones).
+    """A card by its name, or by the path of its YAML file: a name that has a `/`, or ends in `.yaml` or `.yml`.
 
-    Raises UserError, with the nearest name there is, if no card has that name.
+    Cards are immutable: `with_overrides` and `tiny` make new ones. Raises UserError, in one line: with the nearest name
+    there is if no card has that name, or what is wrong with the file.
     """
+    if "/" in name or name.endswith((".yaml", ".yml")):
+        return _read(Path(name))
     names = list_cards()
     if name not in names:
         near = get_close_matches(name.lower().replace("_", "-"), names, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(names)}"
         raise UserError(f"no model card is named {name!r}: {hint}")
-    return ModelCard.model_validate(yaml.safe_load((_CARDS / f"{name}.yaml").read_text(encoding="utf-8")))
+    return _shipped(name)
+
+
+@cache
+def _shipped(name: str) -> ModelCard:
+    return _read(_CARDS / f"{name}.yaml")
+
+
+def _read(path: Path) -> ModelCard:
+    data = yamlfile.read(path, "model card").data
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: a model card is a mapping of keys, such as num_layers: 24")
+    try:
+        return ModelCard.model_validate(data, strict=True)
+    except ValidationError as error:
+        raise UserError(f"{path}: {explained(error)}") from None

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 
 
 class RMSNorm(torch.nn.Module):
@@ -25,15 +30,24 @@ class RMSNorm(torch.nn.Module):
 
 
 class FullWidthRMSNorm(RMSNorm):
-    """RMSNorm of queries or keys over all heads at once (MiniMax-M2), where Megatron-Core calls it with `[S, B, H, D]`.
+    """RMSNorm of queries or keys over all heads at once (MiniMax-M2), where Megatron-Core calls it with `[S, B, H, D]`,
+    H heads of this rank.
 
-    Raises ValueError under tensor parallelism, where a rank holds only some of the heads.
+    Under tensor parallelism the sum of squares is one over all ranks. Each rank keeps the whole weight and uses its
+    heads' part: Megatron-Core sums the gradients of whatever is called `q_layernorm` or `k_layernorm` over the ranks
+    (finalize_model_grads.py, `_allreduce_non_tensor_model_parallel_grads`), which makes them whole.
     """
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-5, *, num_heads: int) -> None:
-        if config.tensor_model_parallel_size > 1:
-            raise ValueError("qk_norm full_width needs all heads on a rank: set parallel.tensor_parallel_size=1")
         super().__init__(config, hidden_size * num_heads, eps)
 
     def forward(self, x_SBHD: torch.Tensor) -> torch.Tensor:
-        return super().forward(x_SBHD.flatten(-2)).view(x_SBHD.shape)
+        x = x_SBHD.flatten(-2)
+        width, here = self.weight.shape[0], x.shape[-1]
+        if here == width:
+            return super().forward(x).view(x_SBHD.shape)
+        squares = reduce_from_tensor_model_parallel_region(x.float().square().sum(-1, keepdim=True))
+        squares = copy_to_tensor_model_parallel_region(squares)  # in backward each rank's output has a part in it
+        weight = self.weight[parallel_state.get_tensor_model_parallel_rank() * here :][:here]
+        out = x.float() * torch.rsqrt(squares / width + self.eps) * weight.float()
+        return out.to(x.dtype).view(x_SBHD.shape)

@@ -36,6 +36,7 @@ class Run(Protocol):
     seconds_timed: float
     validation_loss: float | None
     precision: dict[str, str] | None
+    weights_from: str | None
 
     def mfu(self, tgs: float) -> float | None: ...
 
@@ -76,6 +77,7 @@ def leave(run: Run, *, stopped: str | None, hurry: bool) -> None:
             model=run.card.name,
             data=run.source.description,
             precision=run.precision,
+            weights_from=run.weights_from,
             seconds=time.monotonic() - run.started,
             sample=text,
             stopped=stopped,

@@ -25,7 +25,7 @@ from maniple.data import datasets
 from maniple.data.documents import keep_apart
 from maniple.data.identity import check_identity, identity
 from maniple.engines.megatron import model, parallel, precision, results, step
-from maniple.engines.megatron.checkpoint import reader
+from maniple.engines.megatron.checkpoint import reader, weights
 from maniple.engines.megatron.checkpoint.writer import Saver
 from maniple.engines.megatron.faults import nonfinite, recovery
 from maniple.engines.megatron.faults.guard import Guard, Verdict
@@ -121,6 +121,7 @@ class Trainer:
             )  # what cuBLAS needs for it; read at its first use
             torch.use_deterministic_algorithms(True)
         resume = self._begun_from = recovery.starting_point(job, device, restarted=restarted)
+        init_from = weights.choose(job) if resume is None else None
         self.source = datasets.prepare_source(job, job.run_dir, self.rank == 0, dist.barrier)
         self.card = _with_vocabulary(card, self.source.tokenizer.vocab_size, trained_here=job.data.source == "python")
         setup_logging(job.run_dir, self.rank)  # makes the run's folder, once nothing of the user's is left to refuse
@@ -144,8 +145,12 @@ class Trainer:
         self.progress = Progress()
         self.data_identity = identity(job, self.source)
         self.guard = Guard(job.guard)
+        self.weights_from: str | None = None
         if resume is not None:
             self._load(resume)
+        elif init_from is not None:
+            self.weights_from = weights.load(init_from, self.chunks, self.optimizer, card=self.card, job=job)
+            precision.weights_loaded(self.chunks)
         self.writer = MetricsWriter(
             job.run_dir,
             self.rank,
@@ -278,6 +283,7 @@ class Trainer:
         precision.weights_loaded(self.chunks)
         self.progress = Progress(restored.step, restored.samples)
         self.guard.load_state(restored.extra.get("guard", {}))
+        self.weights_from = restored.extra.get("weights_from")
         if "data" in restored.extra:
             warning = check_identity(restored.extra["data"], self.data_identity, self.job.data.on_change)
             if warning and self.rank == 0:
@@ -362,7 +368,7 @@ class Trainer:
             self.scheduler,
             step=self.progress.step,
             samples=self.progress.samples,
-            extra={"guard": self.guard.state(), "data": self.data_identity},
+            extra={"guard": self.guard.state(), "data": self.data_identity, "weights_from": self.weights_from},
         )
 
     def _training_batches(self) -> list[Iterator]:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import torch
 
-from maniple.kernels import registry
+from maniple.kernels import chips, registry
 from maniple.kernels.permute import reference
 from maniple.kernels.permute.reference import Permutation
 
 __all__ = ["Permutation", "permute", "permute_probs", "sort_by_expert", "unpermute"]
 
+_triton = registry.LazyModule("maniple.kernels.permute.triton")
 registry.register("permute", "reference", {"bf16"}, registry.ANY_DEVICE, reference)
+# behind the reference: compiled for its chips, but it has not run on one
+registry.register("permute", "triton", {"bf16"}, {"cuda"}, _triton, preference=-1, reason_unavailable=chips.no_triton)
 
 
 def sort_by_expert(ids_TK: torch.Tensor, num_experts: int, *, kernels: str | None = None) -> Permutation:
@@ -32,7 +35,8 @@ def permute(
 ) -> torch.Tensor:
     """Rows in expert order, `[S, D]`: S is T * K, or `slots` where the host knows that the used ones end there.
 
-    The gradient sums a token's rows in fp32, k rising, and never reads past `ends_E[-1]`.
+    Rows past `ends_E[-1]` are undefined. The gradient sums a token's rows in fp32, k rising, and never reads past
+    `ends_E[-1]`.
     """
     implementation = registry.use("permute", "bf16", x_TD.device.type, kernels)
     slots = permutation.order_S.shape[0] if slots is None else slots

@@ -7,13 +7,24 @@ from __future__ import annotations
 
 import torch
 
-from maniple.kernels import registry
+from maniple.kernels import chips, registry
 from maniple.kernels.routing import reference
 from maniple.kernels.routing.reference import RouterSpec, Routing, bias_update, z_loss
 
 __all__ = ["RouterSpec", "Routing", "bias_update", "route", "z_loss"]
 
+_triton = registry.LazyModule("maniple.kernels.routing.triton")
+
+
+def _route_triton(*arguments) -> Routing:
+    return _triton.route(*arguments)
+
+
 registry.register("routing", "reference", {"bf16"}, registry.ANY_DEVICE, reference.route)
+# behind the reference: compiled for its chips, but it has not run on one
+registry.register(
+    "routing", "triton", {"bf16"}, {"cuda"}, _route_triton, preference=-1, reason_unavailable=chips.no_triton
+)
 
 
 def route(

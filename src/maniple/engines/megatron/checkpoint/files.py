@@ -227,9 +227,7 @@ def newest_first(folders: Iterable[Path]) -> tuple[list[tuple[Path, dict[str, An
     whole, wrong = [], []
     for folder in folders:
         try:
-            manifest = read_manifest(folder)
-            check_files(folder, manifest)
-            whole.append((folder, manifest))
+            whole.append((folder, read_whole(folder)))
         except UserError as error:
             wrong.append(error)
     whole.sort(key=lambda found: (_number(found[1]), found[1]["saved"], found[1]["step"]), reverse=True)
@@ -268,12 +266,36 @@ class Origin:
 
 def find(run_dir: Path, wanted: str) -> tuple[list[tuple[Path, dict[str, Any]]], list[UserError]]:
     """The checkpoints that `resume` may mean, best first: one folder, or for `auto` all of this run that look whole,
-    and what is wrong with the others. Raises UserError if the one folder is damaged or none."""
+    and what is wrong with the others. Raises UserError if the one folder is damaged, has weights alone, or is none."""
     if wanted == "auto":
         return newest_first(all_of(run_dir))
-    manifest = read_manifest(Path(wanted))
-    check_files(Path(wanted), manifest)
+    manifest = read_whole(Path(wanted))
+    refuse_weights_alone(Path(wanted), manifest)
     return [(Path(wanted), manifest)], []
+
+
+def read_whole(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint whose files are all there. Raises UserError."""
+    manifest = read_manifest(folder)
+    check_files(folder, manifest)
+    return manifest
+
+
+def refuse_weights_alone(folder: Path, manifest: dict[str, Any]) -> None:
+    """Raises UserError unless a run can go on from the checkpoint: one of weights alone begins a run."""
+    if holds_weights_alone(manifest):
+        raise weights_alone(folder)
+
+
+def weights_alone(folder: Path) -> UserError:
+    return UserError(
+        f"checkpoint {folder} holds weights alone, which no run goes on from: to begin one with them set "
+        f"checkpoint.init_from={folder}"
+    )
+
+
+def holds_weights_alone(manifest: dict[str, Any]) -> bool:
+    return manifest.get("holds") == "weights"
 
 
 # --- coming and going -------------------------------------------------------------------------------------------------

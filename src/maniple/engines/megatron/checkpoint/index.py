@@ -43,10 +43,22 @@ class Tensor:
 
 
 @dataclass(frozen=True)
+class Part:
+    """A part of a tensor, `shape` numbers from `offset` on, and the bytes of `file` that hold it."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
 class Index:
-    """tensors: by name. ends: the last byte (exclusive) that the index has in each file."""
+    """tensors and their parts: by name. ends: the last byte (exclusive) that the index has in each file."""
 
     tensors: dict[str, Tensor]
+    parts: dict[str, list[Part]]
     ends: dict[str, int]
 
 
@@ -243,7 +255,7 @@ def _is_place(key: Any) -> bool:
 
 def _index(root: Any) -> Index:
     ends: dict[str, int] = {}
-    stored: dict[str, set[tuple[int, ...]]] = {}
+    stored: dict[str, dict[tuple[int, ...], tuple[str, int, int]]] = {}
     for key, place in root["storage_data"].items():
         name, start, length = place["relative_path"], place["offset"], place["length"]
         if not _is_place(key):
@@ -255,8 +267,8 @@ def _index(root: Any) -> Index:
         if not (type(start) is type(length) is int and start >= 0 and length >= 0):
             raise ValueError(f"{key['fqn']} has no proper place in {name}")
         ends[name] = max(ends.get(name, 0), start + length)
-        stored.setdefault(key["fqn"], set()).add(key.state.get("offset") or ())
-    tensors = {}
+        stored.setdefault(key["fqn"], {})[key.state.get("offset") or ()] = name, start, length
+    tensors, parts = {}, {}
     for key, kind in root["state_dict_metadata"].items():
         if type(key) is not str:
             raise ValueError("the name of a tensor is not text")
@@ -265,8 +277,10 @@ def _index(root: Any) -> Index:
         tensor = Tensor(_size(kind["size"]), kind["properties"].state[0])
         if tensor.dtype not in ITEM_BYTES:
             raise ValueError(f"{key} is of an unknown type")
-        parts = {_size(chunk["offsets"]): math.prod(_size(chunk["sizes"])) for chunk in kind["chunks"]}
-        if sum(parts.values()) != math.prod(tensor.shape) or not parts.keys() <= stored.get(key, set()):
+        sizes = {_size(chunk["offsets"]): _size(chunk["sizes"]) for chunk in kind["chunks"]}
+        places = stored.get(key, {})
+        if sum(map(math.prod, sizes.values())) != math.prod(tensor.shape) or not sizes.keys() <= places.keys():
             raise ValueError(f"{key} was not written whole")
         tensors[key] = tensor
-    return Index(tensors, ends)
+        parts[key] = [Part(offset, size, *places[offset]) for offset, size in sizes.items()]
+    return Index(tensors, parts, ends)

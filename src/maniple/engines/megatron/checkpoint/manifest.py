@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
@@ -18,6 +18,7 @@ _END_OF_TIME = 253_402_300_799.0  # the last second that a calendar of four digi
 Count = Annotated[int, Field(ge=0, le=1 << 53)]
 Size = Annotated[int, Field(ge=1, le=1 << 20)]
 Text = Annotated[str, StringConstraints(max_length=200, pattern=r"^[^\p{Cc}]*$")]  # no control characters
+Line = Annotated[str, StringConstraints(max_length=10_000, pattern=r"^[^\p{Cc}]*$")]
 
 
 class _Part(BaseModel):
@@ -54,6 +55,7 @@ class _Precision(_Open):
 
 
 class _Job(_Open):
+    name: Text | None = None
     parallel: _Parallel = _Parallel()
     precision: _Precision = _Precision()
 
@@ -71,12 +73,13 @@ class _Data(_Open):
 class _Extra(_Open):
     guard: _Guard = _Guard()
     data: _Data | None = None
+    weights_from: Line | None = None
 
 
 class Manifest(_Part):
     """A checkpoint's description. saved: seconds since 1970; sequence: its place among the run's, in order of saving;
-    job_id: of the start of the run that wrote it; lineage: of that start and those it went on from. The last three are
-    not in all checkpoints."""
+    job_id: of the start of the run that wrote it; lineage: of that start and those it went on from; holds: whether it
+    has all that a run goes on from, or weights alone. The last four are not in all checkpoints."""
 
     format: int
     step: Count
@@ -93,6 +96,7 @@ class Manifest(_Part):
     sequence: Count | None = None
     job_id: Text | None = None
     lineage: Text | None = None
+    holds: Literal["all", "weights"] = "all"
 
 
 def parse(text: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.dict_utils import (
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 State = dict[Any, Any]
 # upstream's names of main weights begin so: the distributed optimizer's, the others'
@@ -66,6 +67,25 @@ def load(optimizer: MegatronOptimizer, tensors: State, rest: State, step: int) -
             del part._set_main_param_and_optimizer_states
             for state in part.optimizer.state.values():
                 state["step"] = state["step"].clone()  # upstream gave all of them one tensor, which each would count up
+
+
+def start_from(optimizer: MegatronOptimizer, weights: dict[torch.nn.Parameter, torch.Tensor]) -> None:
+    """Sets the main weights that the optimizer has beside the model's own bf16 ones. weights: whole on this rank, by
+    the model's parameter."""
+    for part in _parts(optimizer):
+        if isinstance(part, DistributedOptimizer):
+            groups = part.model_float16_groups, part.shard_fp32_from_float16_groups
+        elif isinstance(part, Float16OptimizerWithFloat16Params):
+            groups = part.float16_groups, part.fp32_from_float16_groups
+        else:
+            continue  # the model's own are fp32, and are what it steps
+        for parameters, mains in zip(*groups, strict=True):
+            for parameter, main in zip(parameters, mains, strict=True):
+                weight = weights[parameter].reshape(-1)
+                if isinstance(part, DistributedOptimizer):
+                    own = part._get_model_param_range_map(parameter)["param"]
+                    weight = weight[own.start : own.end]
+                main.data.copy_(weight.view(main.shape))
 
 
 def _unwrapped(value: Any) -> Any:

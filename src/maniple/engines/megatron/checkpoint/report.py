@@ -43,6 +43,7 @@ def inspect(folder: Path, *, as_json: bool) -> None:
     for name, value in (
         ("model", facts["model"]),
         ("step", f"{facts['step']:,} ({facts['samples']:,} samples read)"),
+        ("holds", "weights alone, for checkpoint.init_from" if facts["holds"] == "weights" else facts["holds"]),
         ("saved", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(facts["saved"]))),
         ("written by", f"{facts['world_size']} ranks: " + " ".join(f"{k} {v}" for k, v in facts["layout"].items())),
         ("versions", versions),
@@ -97,7 +98,8 @@ def _verify(folder: Path, progress: Progress) -> None:
     task = progress.add_task(folder.name, total=total)
     files.check_digests(folder, manifest, progress=lambda count: progress.advance(task, count))
     files.check_index(folder, manifest)
-    print(f"{folder}: whole, {len(manifest['files'])} files, {_size(total)}")
+    alone = ", weights alone" if files.holds_weights_alone(manifest) else ""
+    print(f"{folder}: whole, {len(manifest['files'])} files, {_size(total)}{alone}")
 
 
 def _bytes(manifest: dict[str, Any]) -> int:
@@ -129,6 +131,7 @@ def _facts(folder: Path, manifest: dict[str, Any], index: Index) -> dict[str, An
         "samples": manifest["samples"],
         "saved": manifest["saved"],
         "model": manifest["card"].get("name"),
+        "holds": manifest.get("holds", "all"),
         "world_size": manifest["world_size"],
         "layout": {short: parallel.get(key) or 1 for short, key in _LAYOUT.items()},
         "versions": manifest["versions"],

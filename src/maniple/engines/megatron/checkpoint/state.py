@@ -23,17 +23,8 @@ State = dict[str, Any]
 
 def collect(chunks, optimizer, *, is_loading: bool, rng: bool = True) -> tuple[State, State]:
     """(what is saved or loaded, what of the optimizer's state is not). Collective."""
-    metadata = {
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-        # moments as whole tensors under the parameters' names: a job of another layout can read them
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
-        "singleton_local_shards": False,
-        "chained_optim_avoid_prefix": True,
-    }
-    state: State = {
-        f"model{index}": unwrap(chunk).sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)
-    }
+    metadata = _metadata()
+    state = weights(chunks)
     model_state = {"model": state["model0"]} if len(chunks) == 1 else dict(state)
     state["optimizer"], rest = optimizer_state.sharded(optimizer, model_state, metadata, is_loading=is_loading)
     if rng:
@@ -45,13 +36,49 @@ def collect(chunks, optimizer, *, is_loading: bool, rng: bool = True) -> tuple[S
     return state, rest
 
 
+def weights(chunks) -> State:
+    """The model's own tensors, by chunk: `model0` and so on."""
+    return {
+        f"model{index}": unwrap(chunk).sharded_state_dict(metadata=_metadata()) for index, chunk in enumerate(chunks)
+    }
+
+
+def _metadata() -> State:
+    return {
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        # moments as whole tensors under the parameters' names: a job of another layout can read them
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
+
+
 def restore(loaded: State, chunks, optimizer, rest: State, *, updates: int) -> None:
     """Puts what was loaded into its places; `updates` were made by the optimizer before the save."""
-    for index, chunk in enumerate(chunks):
-        unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=True)
+    restore_weights(loaded, chunks)
     optimizer_state.load(optimizer, loaded["optimizer"], rest, updates)
     if "rng" in loaded:
         _set_rng({name: row.squeeze(0).cpu() for name, row in loaded["rng"].items()})
+
+
+def restore_weights(loaded: State, chunks) -> None:
+    for index, chunk in enumerate(chunks):
+        unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=True)
+
+
+def start_from(loaded: State, chunks, optimizer) -> None:
+    """Puts loaded weights into a model and an optimizer that has not made a step. Main weights begin as what was
+    loaded, which may be more exact than the model's own bf16."""
+    restore_weights(loaded, chunks)
+    optimizer_state.start_from(
+        optimizer,
+        {
+            parameter: loaded[f"model{index}"][name]
+            for index, chunk in enumerate(chunks)
+            for name, parameter in unwrap(chunk).named_parameters()
+        },
+    )
 
 
 def _rng() -> dict[str, torch.Tensor]:

@@ -11,7 +11,6 @@ again.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import logging
@@ -28,21 +27,18 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from torch.distributed.checkpoint import FileSystemWriter, Metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
 
 import maniple
 from maniple.config.schema import TrainConfig
 from maniple.engines.megatron.checkpoint import files
 from maniple.engines.megatron.checkpoint import state as checkpoint_state
+from maniple.engines.megatron.checkpoint.assembly import DigestingFile, write_last_files
 from maniple.engines.megatron.model import settle
 from maniple.errors import UserError
 from maniple.models.card import ModelCard
@@ -209,7 +205,8 @@ class Saver:
                 rank = min(failures)
                 raise _NotWritten(failures[rank] + (f" (rank {rank})" if self._world > 1 else ""))
             number = files.next_number(self._job.run_dir)
-            final = _finish(partial, metadata, reports, {**manifest, "sequence": number})
+            write_last_files(partial, metadata, reports, {**manifest, "sequence": number})
+            final = files.publish(partial)
             self.last = final
             log.info("saved %s", final)
             self._prune(final)
@@ -235,7 +232,7 @@ class Saver:
         try:
             for name, items in buckets:
                 with open(partial / name, "xb") as raw:
-                    file = _DigestingFile(raw)
+                    file = DigestingFile(raw)
                     for item, data in items:
                         start = file.tell()
                         file.save(data)
@@ -275,32 +272,6 @@ class _Plan(TorchDistSaveShardedStrategy):
         return AsyncRequest(None, (), [])
 
 
-class _DigestingFile:
-    """A file that is written from start to end, with its SHA-256."""
-
-    def __init__(self, raw: io.BufferedWriter) -> None:
-        self.digest = hashlib.sha256()
-        self._raw, self._position = raw, 0
-
-    def tell(self) -> int:
-        return self._position
-
-    def write(self, data) -> int:
-        self._raw.write(data)
-        self.digest.update(data)
-        self._position += len(data)
-        return len(data)
-
-    def flush(self) -> None:
-        self._raw.flush()
-
-    def save(self, data: io.BytesIO | torch.Tensor) -> None:
-        if isinstance(data, io.BytesIO):
-            self.write(data.getbuffer())
-        else:
-            torch.save(data, self)
-
-
 def _collect_results_in_this_process() -> None:
     """Megatron-Core (filesystem_async.py, `get_write_results_queue`) starts a process on each rank to hold the queue by
     which a writer reports, as soon as it plans. That queue is not used here: a plain one costs nothing, and a job that
@@ -315,26 +286,6 @@ def _on_host(buckets: list) -> list[Bucket]:
         (name, [*data, *((item, tensor.clone() if tensor.is_cpu else tensor.cpu()) for item, tensor in tensors)])
         for _, name, (data, tensors) in buckets
     ]
-
-
-def _finish(partial: Path, metadata: Metadata, reports: list[dict[str, Any]], manifest: dict[str, Any]) -> Path:
-    """Writes what speaks of the whole, the manifest last, and gives the folder its name."""
-    results = [
-        WriteResult(
-            index=MetadataIndex(key, None if offset is None else torch.Size(offset), number),
-            size_in_bytes=length,
-            storage_data=_StorageInfo(name, start, length),
-        )
-        for report in reports
-        for key, offset, number, name, start, length in report["places"]
-    ]
-    FileSystemWriter(partial).finish(metadata, [results])
-    save_config(CheckpointingConfig("torch_dist", 1), str(partial))
-    written = {name: entry for report in reports for name, entry in report["files"].items()}
-    for path in (partial / files.INDEX, partial / "metadata.json"):
-        written[path.name] = {"bytes": path.stat().st_size, "sha256": files.file_digest(path)}
-    files.write_manifest(partial, {**manifest, "files": written})
-    return files.publish(partial)
 
 
 def _say_others(others: list[tuple[Path, dict[str, Any]]]) -> None:

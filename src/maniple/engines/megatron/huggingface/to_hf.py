@@ -1,0 +1,246 @@
+"""`maniple convert to-hf`: a checkpoint, of training or converted, becomes a folder that transformers loads.
+
+One file of the result is in memory at a time, and of the checkpoint the parts that are being read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from maniple.engines.megatron.checkpoint import files
+from maniple.engines.megatron.checkpoint.state import RNG
+from maniple.engines.megatron.huggingface import families
+from maniple.engines.megatron.huggingface.from_hf import COMPANIONS, DTYPES, RECORD
+from maniple.engines.megatron.huggingface.journal import Journal, told
+from maniple.engines.megatron.huggingface.links import Chunk, Link
+from maniple.engines.megatron.huggingface.source import INDEX, SINGLE
+from maniple.engines.megatron.huggingface.stored import Stored
+from maniple.errors import UserError
+from maniple.models.card import ModelCard
+from maniple.models.huggingface import card_of, config_of, forward_differences, read_config
+
+_OPTIMIZER = "optimizer."
+_PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")  # rows past the vocabulary are padding
+_SAFETENSORS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_TORCH_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
+_FORMAT = 1  # of what an interrupted conversion leaves behind
+Pieces = list[tuple[Chunk, Link]]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What `to_hf` has made. companions: files of the tokenizer and the like that went with it."""
+
+    out: Path
+    card: ModelCard
+    dtype: str
+    numbers: int
+    bytes: int
+    files: int
+    companions: tuple[str, ...]
+    reused: int
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor of the result: where its pieces come from."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: Pieces
+
+    @property
+    def bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def to_hf(
+    checkpoint: Path,
+    out: Path,
+    *,
+    like: Path | None = None,
+    dtype: str | None = None,
+    shard_bytes: int = 5_000_000_000,
+    verify: bool = True,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Exported:
+    """Writes the folder `out` from a checkpoint's model weights. progress: called with bytes written, and in all.
+
+    like: a folder of Hugging Face's whose config.json and tokenizer go with the result; None: what the checkpoint was
+    converted from, if it was. dtype: `bf16` or `fp32`; None: as the checkpoint has them, and where it was converted as
+    each tensor was before. verify: the checkpoint's files are compared with their digests first. Raises UserError, in
+    one line, for a checkpoint that lacks a tensor, has one more, or is damaged.
+    """
+    manifest = files.read_manifest(checkpoint)
+    files.check_files(checkpoint, manifest)
+    index = files.check_index(checkpoint, manifest)
+    card = _card(checkpoint, manifest)
+    record = _record(checkpoint, manifest)
+    saved = manifest["job"].get("precision", {}).get("dtype")
+    own = dtype or (saved if saved in DTYPES else "bf16")
+    dtypes = {} if dtype or record is None else record["dtypes"]
+    config = _config(card, own, like, record)
+    stored = Stored(checkpoint, index)
+    tensors = list(_tensors(card, stored, DTYPES[own], dtypes))
+    plan = _shards(tensors, shard_bytes)
+    journal = Journal(
+        out, [_FORMAT, manifest["sha256"], [[name, [t.name for t in shard]] for name, shard in plan], own]
+    )
+    total, done = sum(tensor.bytes for tensor in tensors), 0
+    with told(journal.partial):
+        journal.check_room(total)
+        if verify:
+            files.check_digests(checkpoint, manifest)
+        reused = len(journal.finished)
+        for name, shard in plan:
+            if name not in journal.finished:
+                journal.note(
+                    name, _write(stored, journal.partial / name, shard, lambda n, d=done: progress(d + n, total))
+                )
+            done += sum(tensor.bytes for tensor in shard)
+            progress(done, total)
+        if len(plan) > 1:
+            places = {tensor.name: name for name, shard in plan for tensor in shard}
+            _write_json(journal.partial / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+        _write_json(journal.partial / "config.json", config)
+        companions = _companions(like or checkpoint, journal.partial)
+        journal.close()
+        journal.publish()
+    numbers = sum(torch.Size(tensor.shape).numel() for tensor in tensors)
+    return Exported(out, card, own, numbers, total, len(plan), companions, reused)
+
+
+def _card(checkpoint: Path, manifest: dict[str, Any]) -> ModelCard:
+    try:
+        return ModelCard.model_validate(manifest["card"])
+    except ValueError as error:
+        raise files.damaged(checkpoint, "its model card is none") from error
+
+
+def _record(checkpoint: Path, manifest: dict[str, Any]) -> dict[str, Any] | None:
+    """What the checkpoint was converted from: config.json and dtypes. None if it is one of training."""
+    if RECORD not in manifest["files"]:
+        return None
+    try:
+        record = json.loads((checkpoint / RECORD).read_text(encoding="utf-8"))
+        dtypes, config = record["dtypes"], record["config"]
+        if not isinstance(config, dict) or not isinstance(dtypes, dict):
+            raise TypeError
+        return {"config": config, "dtypes": {str(name): _SAFETENSORS[stored] for name, stored in dtypes.items()}}
+    except OSError as error:
+        raise files.unreadable(checkpoint / RECORD, error) from error
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise files.damaged(checkpoint, f"its {RECORD} is none") from error
+
+
+def _config(card: ModelCard, dtype: str, like: Path | None, record: dict[str, Any] | None) -> dict[str, Any]:
+    """config.json of the result: the given one, of the same model; else the source's; else one made from the card."""
+    given = read_config(like) if like else record["config"] if record else None
+    if given is None:
+        return config_of(card, dtype=_TORCH_NAMES[dtype])
+    different = forward_differences(card_of(given, name=card.name), card)
+    if different and like:
+        raise UserError(f"{like}/config.json is of another model than the checkpoint: {', '.join(different)} differ")
+    if different:  # MTP layers were left out
+        return config_of(card, dtype=_TORCH_NAMES[dtype])
+    kept = {key: value for key, value in given.items() if key not in ("quantization_config", "dtype", "torch_dtype")}
+    return kept | {"torch_dtype" if "torch_dtype" in given else "dtype": _TORCH_NAMES[dtype]}
+
+
+def _tensors(card: ModelCard, stored: Stored, dtype: torch.dtype, dtypes: dict[str, torch.dtype]) -> Iterator[_Tensor]:
+    """What is to be written, in the model's order. Raises UserError unless the checkpoint holds it, and no more."""
+    folder, there = stored.folder, stored.index.tensors
+    pieces: dict[str, Pieces] = {}
+    keys = {}
+    for chunk in families.chunks(card):
+        keys[chunk.key] = chunk
+        for link in chunk.links:
+            pieces.setdefault(link.name, []).append((chunk, link))
+    for key, chunk in keys.items():
+        found = there.get(key)
+        if found is None:
+            raise UserError(f"checkpoint {folder} lacks {key} of its model")
+        padded = key in _PADDED and len(found.shape) == 2 and found.shape[0] >= chunk.shape[0]
+        if found.shape != chunk.shape and not (padded and found.shape[1:] == chunk.shape[1:]):
+            raise UserError(f"checkpoint {folder}: {key} is {list(found.shape)}, and {list(chunk.shape)} by its card")
+    extra = [key for key in there if key not in keys and not key.startswith((RNG, _OPTIMIZER))]
+    if extra:
+        raise UserError(f"checkpoint {folder} has {extra[0]}, which its model has no place for")
+    written = {}
+    for name, parts in pieces.items():
+        own = torch.float32 if parts[0][0].fp32 else dtype
+        written[name] = _Tensor(name, parts[0][1].shape, dtypes.get(name, own), parts)
+        yield written[name]
+    for name, original in families.copies(card).items():
+        if families.layer_of(name) is not None:  # as releases have them; of tied models the head stays away
+            yield _Tensor(name, written[original].shape, written[original].dtype, written[original].pieces)
+
+
+def _shards(tensors: list[_Tensor], most: int) -> list[tuple[str, list[_Tensor]]]:
+    """Names of files, and what is in them."""
+    shards: list[list[_Tensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if shards[-1] and size + tensor.bytes > most:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.bytes
+    if len(shards) == 1:
+        return [(SINGLE, shards[0])]
+    return [(f"model-{n:05d}-of-{len(shards):05d}.safetensors", shard) for n, shard in enumerate(shards, 1)]
+
+
+def _write(stored: Stored, path: Path, shard: list[_Tensor], progress: Callable[[int], None]) -> dict[str, Any]:
+    """One file of the result; what the journal keeps of it."""
+    filled, done = {}, 0
+    for tensor in shard:
+        filled[tensor.name] = _fill(stored, tensor)
+        done += tensor.bytes
+        progress(done)
+    try:
+        save_file(filled, path, metadata={"format": "pt"})
+    except Exception as error:  # safetensors' own, of which the disk's words are a part
+        if not isinstance(error, OSError):
+            raise OSError(0, " ".join(str(error).split())[:160], str(path)) from error
+        raise
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    return {"bytes": path.stat().st_size}
+
+
+def _fill(stored: Stored, tensor: _Tensor) -> torch.Tensor:
+    out = torch.full(tensor.shape, torch.nan, dtype=tensor.dtype)  # a place that no piece fills is not a number
+    for chunk, link in tensor.pieces:
+        theirs = link.take(stored.read(chunk.key, chunk.offset, chunk.size))
+        if link.row is None:
+            out.copy_(theirs)
+        else:
+            out[link.row] = theirs
+    if out.isnan().any():
+        raise UserError(f"checkpoint {stored.folder}: {tensor.name} has values that are no numbers (NaN)")
+    return out
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(json.dumps(value, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _companions(folder: Path, partial: Path) -> tuple[str, ...]:
+    found = tuple(name for name in COMPANIONS if (folder / name).is_file())
+    for name in found:
+        shutil.copyfile(folder / name, partial / name)
+    return found
