@@ -20,8 +20,12 @@ pytestmark = pytest.mark.timeout(480)  # the first test waits for the process th
 SQUARE = {"moe": {"expert_ffn_size": 64}}  # hidden_size 64
 MODELS: dict[str, tuple[str, dict]] = {
     "deepseek-v3": ("deepseek-v3", {}),
-    "deepseek-v3-square": ("deepseek-v3", {"moe": {"expert_ffn_size": 64, "shared_ffn_size": 64}, "dense_ffn_size": 64}),
+    "deepseek-v3-square": (
+        "deepseek-v3",
+        {"moe": {"expert_ffn_size": 64, "shared_ffn_size": 64}, "dense_ffn_size": 64},
+    ),
     "deepseek-v3-no-yarn": ("deepseek-v3", {"rope": {"yarn": None}}),
+    "deepseek-v3-other-epsilon": ("deepseek-v3", {"norm_eps": 1e-2}),  # which latent norms do not have
     "deepseek-v2": ("deepseek-v2", {}),
     "deepseek-v2-lite": ("deepseek-v2-lite", {}),
     "kimi-k2": ("kimi-k2", {}),

@@ -19,7 +19,9 @@ pytest.importorskip("triton")
         "interpreted_grouped_gemm.py",
         "interpreted_grouped_gemm_swiglu.py",
         "interpreted_low_precision.py",
+        "interpreted_permute.py",
         "interpreted_quantize.py",
+        "interpreted_routing.py",
     ],
 )
 def test_suite(suite):

@@ -103,8 +103,9 @@ class PlainModel:
         tied = self.card.tied_embeddings
         return x_BSD @ self.weights["embedding.word_embeddings.weight" if tied else "output_layer.weight"].T
 
-    def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        return x / torch.sqrt(x.square().mean(-1, keepdim=True) + self.card.norm_eps) * self.weights[name]
+    def _norm(self, name: str, x: torch.Tensor, eps: float | None = None) -> torch.Tensor:
+        eps = self.card.norm_eps if eps is None else eps
+        return x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps) * self.weights[name]
 
     def _linear(self, name: str, x: torch.Tensor, bias: bool = False) -> torch.Tensor:
         y = x @ self.weights[name + ".weight"].T
@@ -148,12 +149,12 @@ class PlainModel:
         if mla.q_lora_rank is None:
             q = self._linear(name + "linear_q_proj", x_BSD)
         else:
-            latent = self._norm(name + "q_layernorm.weight", self._linear(name + "linear_q_down_proj", x_BSD))
+            latent = self._norm(name + "q_layernorm.weight", self._linear(name + "linear_q_down_proj", x_BSD), 1e-6)
             q = self._linear(name + "linear_q_up_proj", latent)
         q_BSHC = q.view(*shape, heads, plain + rotated)
         down = self._linear(name + "linear_kv_down_proj", x_BSD)
         latent, shared_BSR = down[..., : mla.kv_lora_rank], down[..., mla.kv_lora_rank :]
-        latent = self._norm(name + "kv_layernorm.weight", latent)
+        latent = self._norm(name + "kv_layernorm.weight", latent, 1e-6)
         kv = self._linear(name + "linear_kv_up_proj", latent).view(*shape, heads, plain + mla.v_head_dim)
         # one rotated key for all heads
         shared_BSHR = self._rotate(shared_BSR[:, :, None], rotated).expand(-1, -1, heads, -1)

@@ -22,24 +22,23 @@ from maniple.models.huggingface import config_of
 Batch = dict[str, torch.Tensor]
 
 
-def save(card: ModelCard, folder: Path) -> Path:
-    """A model with random weights: the decoder by transformers, which has no MTP layers, and those beside it."""
-    base = card.with_overrides({"num_mtp_layers": 0})
-    made.make(base, folder, seed=1)
-    if card.num_mtp_layers:
-        generator = torch.Generator().manual_seed(2)
-        tensors = load_file(folder / "model.safetensors")
-        for name, shape in families.hf_shapes(card).items():
-            if name not in tensors:
-                noise = torch.randn(shape, generator=generator)
-                is_norm = "norm" in name
-                tensors[name] = (
-                    1 + 0.2 * noise if is_norm else 0.2 * noise if len(shape) == 1 else noise / shape[-1] ** 0.5
-                )
-        for name, original in families.copies(card).items():
+def save(card: ModelCard, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """A model with random weights: the decoder by transformers, which has no MTP layers, and those beside it. Biases
+    that balance experts are fp32, as in releases."""
+    made.make(card.with_overrides({"num_mtp_layers": 0}), folder, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    tensors = load_file(folder / "model.safetensors")
+    for name, shape in families.hf_shapes(card).items():
+        if name not in tensors:
+            noise = torch.randn(shape, generator=generator)
+            is_norm = "norm" in name
+            tensors[name] = 1 + 0.2 * noise if is_norm else 0.2 * noise if len(shape) == 1 else noise / shape[-1] ** 0.5
+    for name, original in families.copies(card).items():
+        if families.layer_of(name) is not None:
             tensors[name] = tensors[original].clone()
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        (folder / "config.json").write_text(json.dumps(config_of(card, dtype="float32")))
+    tensors = {name: tensor if "e_score" in name else tensor.to(dtype) for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config_of(card, dtype=str(dtype).removeprefix("torch."))))
     return folder
 
 

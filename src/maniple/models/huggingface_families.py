@@ -13,9 +13,6 @@ from maniple.models.card import ModelCard
 from maniple.models.config_json import Fields
 from maniple.models.huggingface_rope import read_rope, write_rope
 
-# The latent norms of MLA have this epsilon in DeepSeek's code and in transformers', whatever rms_norm_eps says.
-_LATENT_EPS = 1e-6
-
 
 @dataclass(frozen=True)
 class Family:
@@ -32,8 +29,6 @@ def _latent_attention(fields: Fields) -> dict[str, Any]:
     nope, turned = fields.integer("qk_nope_head_dim"), fields.integer("qk_rope_head_dim", low=2)
     fields.only(num_key_value_heads=heads, qk_head_dim=nope + turned, head_dim=(turned, nope + turned))
     fields.only(attention_bias=False, mlp_bias=False, moe_layer_freq=1)
-    if fields.number("rms_norm_eps") != _LATENT_EPS:
-        raise fields.refuse("rms_norm_eps", f"{_LATENT_EPS:g}, which latent norms have whatever this field says")
     return {
         "num_kv_heads": heads,
         "head_dim": nope + turned,

@@ -29,6 +29,14 @@ class RMSNorm(torch.nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
+class LatentRMSNorm(RMSNorm):
+    """RMSNorm of MLA's latents, whose epsilon is 1e-6 whatever the model's other norms have (DeepSeek's own code, and
+    transformers' modeling_deepseek_v3.py)."""
+
+    def __init__(self, config, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__(config, hidden_size, 1e-6)
+
+
 class FullWidthRMSNorm(RMSNorm):
     """RMSNorm of queries or keys over all heads at once (MiniMax-M2), where Megatron-Core calls it with `[S, B, H, D]`,
     H heads of this rank.

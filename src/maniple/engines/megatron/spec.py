@@ -30,7 +30,7 @@ from maniple.engines.megatron.attention import LatentAttention, SDPAttention
 from maniple.engines.megatron.experts import GroupedExperts
 from maniple.engines.megatron.language_model import PredictionLayer
 from maniple.engines.megatron.moe import ManipleMoELayer, ManipleRouter
-from maniple.engines.megatron.norm import FullWidthRMSNorm, RMSNorm
+from maniple.engines.megatron.norm import FullWidthRMSNorm, LatentRMSNorm, RMSNorm
 from maniple.engines.megatron.precision import Layer
 
 # gpt_layer_specs.py, `get_gpt_layer_local_submodules`: norms under the names that they have where linears contain them
@@ -77,7 +77,7 @@ def _attention(config) -> ModuleSpec:
     full_width = card is not None and card.qk_norm == "full_width"
     params = {"attn_mask_type": AttnMaskType.causal}
     if config.multi_latent_attention:
-        norm = RMSNorm if config.qk_layernorm else IdentityOp
+        norm = LatentRMSNorm if config.qk_layernorm else IdentityOp
         submodules = MLASelfAttentionSubmodules(
             linear_q_proj=column,
             linear_q_down_proj=column,

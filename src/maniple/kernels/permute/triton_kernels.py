@@ -27,7 +27,7 @@ def load_bins(ids_ptr, numbers, N, E):
     return tl.where(numbers < N, bins, E + 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def rank_kernel(ids_ptr, ranks_ptr, tallies_ptr, N, E, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
     """ranks int32 `[N]`; tallies int32 `[chunks, E + 1]`, zero before: a bin's last choice in the chunk writes it."""
     first = tl.program_id(0) * CHUNK
@@ -46,7 +46,7 @@ def rank_kernel(ids_ptr, ranks_ptr, tallies_ptr, N, E, CHUNK: tl.constexpr, COLU
     tl.store(tallies, ranks + 1, mask=(mine < N) & last)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def scan_kernel(tallies_ptr, totals_ptr, chunks, E, CHUNKS: tl.constexpr, EXPERTS: tl.constexpr):
     """Sums tallies over the chunks before, in place; totals int32 `[E + 1]`."""
     bins = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
@@ -71,7 +71,7 @@ def starts_kernel(totals_ptr, starts_ptr, ends_ptr, E, WIDTH: tl.constexpr):
     tl.store(ends_ptr + bins, ends, mask=bins < E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def place_kernel(ids_ptr, ranks_ptr, tallies_ptr, starts_ptr, position_ptr, order_ptr, N, E, CHUNK: tl.constexpr):
     """position int64 `[N]`: each choice's slot; order int64 `[N]`: each slot's choice."""
     numbers = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
@@ -84,7 +84,7 @@ def place_kernel(ids_ptr, ranks_ptr, tallies_ptr, starts_ptr, position_ptr, orde
     tl.store(order_ptr + slots, numbers.to(tl.int64), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def gather_kernel(
     x_ptr,
     order_ptr,

@@ -124,7 +124,7 @@ def chosen_scores(logits, top, total, among, SOFTMAX: tl.constexpr, BEFORE: tl.c
     return tl.where(among, scores, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def forward_kernel(
     logits_ptr,
     bias_ptr,
@@ -206,7 +206,7 @@ def forward_kernel(
     tl.atomic_add(counts_ptr + columns, counts.to(tl.int64), mask=valid & (counts > 0), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def backward_kernel(
     logits_ptr,
     ids_ptr,
