@@ -15,6 +15,7 @@ import argparse
 import datetime
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -57,16 +58,17 @@ def main(words: list[str] | None = None) -> int:
         seed,
         command.command_of(["python", "benchmarks/grouped_gemm.py", *words, *again]),
     )
+    run = partial(grouped_gemm.run, plan)
     out = options.out
     if out is None and device.type == "cuda":
         gpu = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
         part = f"-{'-'.join(options.only)}" if options.only else ""
         out = RESULTS / f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}-{gpu}-grouped-gemm{part}.jsonl"
     if out is None:
-        found, code = command.report(plan)
+        found, code = command.report(run)
     else:
         with rows.create(out) as file:
-            found, code = command.report(plan, file=file)
+            found, code = command.report(run, file=file)
     judge(found)
     return code
 

@@ -7,6 +7,8 @@ of. What cannot run here is in `NOT_RUN` with the reason, and is checked as far 
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
 import itertools
 import json
 import os
@@ -28,11 +30,12 @@ from maniple.config import reference
 from maniple.config.check import check, resolve_card
 from maniple.config.load import load
 from maniple.config.schema import TrainConfig
+from maniple.models import list_cards, load_card
 from maniple.models.table import rows
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "maniple"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "families").glob("*.md"))]
 TEXTS = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
 OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MANIPLE_LAUNCHED")
 # Files that a page's commands must leave.
@@ -42,6 +45,10 @@ LEAVES = {
         *("runs/tiny/checkpoints/step_00000020/maniple.json", "runs/tiny/logs/rank_0.log", "datasets/mine.bin"),
     ],
     "data.md": ["datasets/web.bin", "datasets/web.idx", "datasets/books.idx"],
+    "weights.md": [
+        *("weights/qwen3/maniple.json", "weights/qwen3/card.yaml", "runs/continue/summary.json"),
+        *("exported/qwen3/model.safetensors", "exported/qwen3/config.json", "exported/qwen3/tokenizer.json"),
+    ],
 }
 
 
@@ -162,6 +169,20 @@ def the_dry_run_of_all_ranks_would_start(command: str, patch: pytest.MonkeyPatch
     assert len(calls) == 1
 
 
+def the_check_would_start(command: str, patch: pytest.MonkeyPatch) -> None:
+    """`maniple models check CARD` knows the card; what it then runs is run on every family by test_hf_parity.py."""
+    calls: list = []
+    parity = types.ModuleType("maniple.engines.megatron.huggingface.parity")
+    verdict = types.SimpleNamespace(equal=True)
+    for name, value in {"check": verdict, "as_rows": [], "in_words": ""}.items():
+        setattr(parity, name, lambda *words, value=value, **options: calls.append(words) or value)
+    for name in ("maniple.engines.megatron", "maniple.engines.megatron.huggingface"):
+        patch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["maniple.engines.megatron.huggingface"].parity = parity
+    assert cli.main(shlex.split(command)[1:]) == 0
+    assert calls[0][1] is None  # no folder
+
+
 def torchrun_would_start_it(command: str, patch: pytest.MonkeyPatch) -> None:
     """torchrun understands its options, and a rank of it reads and checks the job at that world size."""
     from torch.distributed.run import parse_args
@@ -200,6 +221,10 @@ def _engine(patch: pytest.MonkeyPatch, module: str, function: str) -> list:
 QWEN3 = "configs/qwen3_30b_a3b_8.yaml --nproc 8"
 V3 = "configs/deepseek_v3_1024.yaml"
 CORPUS = "'data.train=[corpus/text]' data.tokenizer=tokenizer/tokenizer.json"
+CHECKED = (
+    *("qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3", "kimi-k2", "glm-4.5-air", "minimax-m2", "gpt-oss-20b"),
+    "mixtral-8x7b",
+)
 NOT_RUN: dict[str, tuple[str, Callable[[str, pytest.MonkeyPatch], None]]] = {
     "make demo": ("trains for minutes; .ci/run does some steps of it", make_knows_it),
     "make test": ("would run this test again", make_knows_it),
@@ -243,6 +268,10 @@ NOT_RUN: dict[str, tuple[str, Callable[[str, pytest.MonkeyPatch], None]]] = {
     "pip install -c requirements/constraints.txt .": ("changes the environment", pip_would_find_its_files),
     "pip install -c installed.txt .": ("changes the environment", pip_would_find_its_files),
     "tensorboard --logdir runs": ("serves until it is stopped", the_program_is_installed),
+    **{
+        f"maniple models check {card}": ("tests/engines/test_hf_parity.py runs it", the_check_would_start)
+        for card in CHECKED
+    },
 }
 
 
@@ -264,13 +293,25 @@ def test_every_exception_is_in_the_guide_and_says_why():
 TO_RUN = {page: [command for command in found if command.text not in NOT_RUN] for page, found in all_commands().items()}
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """A folder with released models, at toy sizes, and damaged ones."""
+    from tests import released_folders
+
+    folder = tmp_path_factory.mktemp("models")
+    released_folders.write_all(folder)
+    return folder
+
+
 @pytest.fixture
-def workplace(tmp_path) -> Path:
-    """A folder with what the guide takes for granted: this checkout's job files, some text, and a tokenizer."""
+def workplace(tmp_path, models) -> Path:
+    """A folder with what the guide takes for granted: this checkout's job files, some text, a tokenizer, models."""
     from maniple.data.tokenizer import train_bpe
 
     for name in ("configs", "requirements"):
         (tmp_path / name).symlink_to(ROOT / name)
+    for name in ("released", "damaged"):
+        (tmp_path / name).symlink_to(models / name)
     texts = [path.read_text(encoding="utf-8") for path in sorted(SOURCE.rglob("*.py"))]
     (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (tmp_path / "more_text").mkdir()
@@ -289,29 +330,37 @@ def write_job_files(page: Path, folder: Path) -> list[Path]:
     return written
 
 
+def run(command: Command, folder: Path, environment: dict[str, str], patch: pytest.MonkeyPatch) -> tuple[int, str]:
+    """The exit code, and what was said."""
+    if command.text.startswith("maniple convert "):  # here: to import the engine takes far longer than to convert
+        said = io.StringIO()
+        patch.chdir(folder)
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            code = cli.main(shlex.split(command.text)[1:])
+        return code, said.getvalue()
+    words = [sys.executable, "-c"] if command.python else ["bash", "-o", "pipefail", "-c"]
+    done = subprocess.run(
+        [*words, command.text], cwd=folder, env=environment, capture_output=True, text=True, timeout=400
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # on a busy machine half a minute passes before a process has imported Megatron-Core
 @pytest.mark.parametrize("page", [page for page, found in TO_RUN.items() if found], ids=name_of)
-def test_commands_run(page, workplace):
+def test_commands_run(page, workplace, monkeypatch):
     write_job_files(page, workplace)
     inherited = {k: v for k, v in os.environ.items() if k not in OF_TORCHRUN}
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**inherited, "PATH": path, "PYTHONPATH": str(SOURCE.parent), "OMP_NUM_THREADS": "1"}
+    for name in OF_TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
     for command in TO_RUN[page]:
-        words = [sys.executable, "-c"] if command.python else ["bash", "-o", "pipefail", "-c"]
-        done = subprocess.run(
-            [*words, command.text],
-            cwd=workplace,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=400,
-        )
-        said = done.stdout + done.stderr
+        code, said = run(command, workplace, environment, monkeypatch)
         if command.output is not None:
             assert said == command.output
         refused = command.output is not None and "error: " in command.output
-        assert done.returncode == (2 if refused else 0), f"{command.text}\n{said[-3000:]}"
+        assert code == (2 if refused else 0), f"{command.text}\n{said[-3000:]}"
     missing = [name for name in LEAVES.get(page.name, []) if not (workplace / name).exists()]
     assert not missing
 
@@ -352,7 +401,18 @@ def test_links_lead_somewhere(page):
 
 def test_every_page_is_in_the_table_of_contents():
     linked = set(re.findall(r"\]\(([^)\s]+\.md)\)", (ROOT / "docs" / "index.md").read_text(encoding="utf-8")))
-    assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"} <= linked
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    assert pages - {"index.md"} <= linked
+    assert len(pages) + 1 == len(PAGES)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "`tests/" in page.read_text(encoding="utf-8")], ids=name_of)
+def test_every_test_that_a_page_names_is_there(page):
+    for name in set(re.findall(r"`(tests/[^`]+?\.py(?:::\w+)?)`", page.read_text(encoding="utf-8"))):
+        file, _, function = name.partition("::")
+        assert (ROOT / file).is_file(), name
+        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        assert not function or function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, name
 
 
 @pytest.mark.parametrize("page", TEXTS, ids=name_of)
@@ -433,6 +493,12 @@ def _imported(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             names.append(node.module or "")
     return {name.split(".")[1] for name in names if name.startswith("maniple.")}
+
+
+def test_every_card_is_on_one_familys_page():
+    pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "families").glob("*.md")]
+    shown = [found for page in pages for found in re.findall(r"^\| `([^`]+)` \| (\S+/\S+) \|$", page, re.MULTILINE)]
+    assert sorted(shown) == [(name, load_card(name).huggingface) for name in list_cards()]
 
 
 def test_every_redirect_of_the_cpu_device_is_explained():

@@ -11,7 +11,7 @@ from maniple.errors import UserError
 from maniple.models import list_cards
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-WORLD = {"demo": 2, "h200_qwen3_1b": 1, "qwen3_30b_a3b_8": 8, "deepseek_v3_1024": 1024}
+WORLD = {"convergence_350m": 1, "demo": 2, "h200_qwen3_1b": 1, "qwen3_30b_a3b_8": 8, "deepseek_v3_1024": 1024}
 
 # DeepSeek-V3's features at toy size: 3 layers (1 dense), 4 heads, 8 experts, 1 MTP layer
 TINY = ["model.variant=tiny", "train.global_batch_size=64", "data.sequence_length=64"]

@@ -48,6 +48,7 @@ class Case:
         masked = f"every {data_parallel}: {self.masked.removeprefix('rank ')}" if "rank" in self.masked else self.masked
         size = self.micro_batch_size * joined
         sections = {key: words for key, words in self.sections.items() if key != "recompute"}
+        sections["train"] = {key: word for key, word in sections.get("train", {}).items() if key != "loss"}
         return replace(self, ranks=1, parallel={}, masked=masked, micro_batch_size=size, sections=sections)
 
 

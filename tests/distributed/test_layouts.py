@@ -33,6 +33,7 @@ DEEPSEEK, QWEN, GPT_OSS, GLM = "deepseek-v3", "qwen3-30b-a3b", "gpt-oss-20b", "g
 TWO_STAGES = "Ett|tmL"
 SIX, EIGHT, TIED = {"num_layers": 6}, {"num_layers": 8}, {"tied_embeddings": True}
 DENSE_STAGE = {"num_layers": 6, "moe": {"num_dense_layers": 3}}
+FUSED = {"train": {"loss": "fused"}}  # against logits on one process
 DISTRIBUTED = {"distributed_optimizer": True}
 OVERLAPPED = {**DISTRIBUTED, "overlap_grad_reduce": True, "overlap_param_gather": True}
 
@@ -41,26 +42,28 @@ CASES = {
     "dp8-overlapped": Case(DEEPSEEK, 8, layout(**OVERLAPPED)),
     "ep8": Case(DEEPSEEK, 8, layout(ep=8)),
     "ep4-dp2": Case(DEEPSEEK, 8, layout(ep=4, **DISTRIBUTED)),
-    "tp4-dp2": Case(DEEPSEEK, 8, layout(tp=4)),
+    "tp4-dp2-fused-loss": Case(DEEPSEEK, 8, layout(tp=4), sections=FUSED),
     "tp2-pp2-dp2": Case(DEEPSEEK, 8, layout(tp=2, pp=2, text=TWO_STAGES)),
     "tp2-ep2-etp2-pp2": Case(DEEPSEEK, 8, layout(tp=2, ep=2, etp=2, pp=2, text=TWO_STAGES)),
-    "tp2-ep2-pp2-overlapped": Case(DEEPSEEK, 8, layout(tp=2, ep=2, pp=2, text=TWO_STAGES, **OVERLAPPED)),
+    "tp2-ep2-pp2-overlapped-fused-loss": Case(
+        DEEPSEEK, 8, layout(tp=2, ep=2, pp=2, text=TWO_STAGES, **OVERLAPPED), sections=FUSED
+    ),
     "etp2-ep2-dp8": Case("mixtral-8x7b", 8, layout(ep=2, etp=2)),
     "tp4-etp2-ep4": Case(DEEPSEEK, 8, layout(tp=4, ep=4, etp=2)),
     "dense-stage": Case(DEEPSEEK, 8, layout(pp=4, ep=2, text="Ettt|t|t|tmL"), DENSE_STAGE),
     "custom-layout": Case(DEEPSEEK, 8, layout(pp=4, ep=2, text="Et|(tt|)*2tmL"), SIX),
     "custom-interleaved": Case(DEEPSEEK, 8, layout(pp=2, tp=2, ep=2, text="Et|(tt|)*2tmL"), SIX),
     "embedding-alone": Case(DEEPSEEK, 8, layout(pp=4, text="E|tt|t|mL")),
-    "loss-apart": Case(DEEPSEEK, 8, layout(pp=4, text="Et|tt|m|L")),
+    "loss-apart-fused": Case(DEEPSEEK, 8, layout(pp=4, text="Et|tt|m|L"), sections=FUSED),
     "pp4-vpp2": Case(QWEN, 8, layout(pp=4, vpp=2, ep=2), EIGHT),
     "pp2-vpp2-overlapped": Case(QWEN, 8, layout(pp=2, vpp=2, ep=4, **OVERLAPPED), EIGHT),
-    "tied-pp4": Case(QWEN, 8, layout(pp=4, tp=2), {**EIGHT, **TIED}),
+    "tied-pp4-fused-loss": Case(QWEN, 8, layout(pp=4, tp=2), {**EIGHT, **TIED}, sections=FUSED),
     "tied-mtp": Case(GLM, 8, layout(pp=2, ep=2, text=TWO_STAGES, **DISTRIBUTED), TIED),
     "aux-of-micro-batch": Case(QWEN, 8, layout(tp=2, ep=2, pp=2), aux="micro_batch"),
     "aux-of-global-batch": Case(QWEN, 8, layout(tp=2, ep=2), aux="global_batch"),
     "gpt-oss": Case(GPT_OSS, 8, layout(tp=2, pp=2, ep=4)),
     "glm": Case(GLM, 8, layout(tp=2, pp=2, ep=2, text=TWO_STAGES)),
-    "minimax": Case("minimax-m2", 8, layout(pp=2, ep=4)),
+    "minimax": Case("minimax-m2", 8, layout(tp=2, pp=2, ep=2)),
 }
 
 

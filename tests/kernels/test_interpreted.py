@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 @pytest.mark.parametrize(
     "suite",
     [
+        "interpreted_cross_entropy.py",
         "interpreted_grouped_gemm.py",
         "interpreted_grouped_gemm_swiglu.py",
         "interpreted_low_precision.py",

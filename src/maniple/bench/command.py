@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -60,16 +61,19 @@ def main(options: Options) -> int:
         file = stack.enter_context(rows.create(options.out)) if options.out else None
         if device.type == "cpu":
             _say("this is a CPU: the reference implementation is measured, which says nothing about the kernels' speed")
-        return report(plan, as_json=options.as_json, file=file)[1]
+        return report(partial(grouped_gemm.run, plan), as_json=options.as_json, file=file)[1]
 
 
-def report(plan: grouped_gemm.Plan, *, as_json: bool = False, file: IO[str] | None = None) -> tuple[list[Row], int]:
-    """Runs a plan: every row to `file` as it comes, JSON lines or tables to standard output; rows and exit code."""
+Run = Callable[[Callable[[str], None]], Iterable[list[Row]]]  # told whom to tell what comes next; rows of contests
+
+
+def report(run: Run, *, as_json: bool = False, file: IO[str] | None = None) -> tuple[list[Row], int]:
+    """Runs: every row to `file` as it comes, JSON lines or tables to standard output; rows and exit code."""
     found: list[Row] = []
     current: list[Row] = []
     progress = _Progress()
     try:
-        for contest in grouped_gemm.run(plan, progress):
+        for contest in run(progress):
             progress.hide()
             if not found and not as_json:
                 print(rows.machine(contest[0]), end="\n\n")

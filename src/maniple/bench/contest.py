@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from maniple.bench.ceilings import Ceilings
 from maniple.bench.contender import Absent, Contender
 from maniple.bench.rows import Row
-from maniple.bench.shapes import Shape
 from maniple.bench.timing import Times, interleaved
 from maniple.kernels import sources
+
+
+class Measured(Protocol):
+    """A shape: `facts` are the fields by which a row names it."""
+
+    @property
+    def model(self) -> str: ...
+    def facts(self, multiple: int = 1) -> Row: ...
 
 
 @dataclass(frozen=True)
@@ -21,12 +29,13 @@ class Contest:
 
     flops, moved: operations, and the least bytes read and written. format: whose dense peak bounds it. used: the ops
     whose sources a figure depends on. error: of a contender's result, relative; above `bound` it is wrong and has no
-    time. baselines: timed beside the others for their ratios alone.
+    time. baselines: timed beside the others for their ratios alone. hidden: GiB written before each timed call, for
+    about as long as the host needs to start it.
     """
 
     op: str
     recipe: str
-    shape: Shape
+    shape: Measured
     entrants: Sequence[Contender | Absent]
     flops: float
     moved: float
@@ -35,6 +44,8 @@ class Contest:
     error: Callable[[Contender], float | None]
     bound: float
     baselines: Sequence[Contender] = ()
+    benchmark: str = "grouped-gemm"
+    hidden: int = 1
 
 
 def hold(contest: Contest, ceilings: Ceilings, device: torch.device, rounds: int) -> list[Row]:
@@ -56,7 +67,7 @@ def hold(contest: Contest, ceilings: Ceilings, device: torch.device, rounds: int
             reasons[entrant.name] = f"wrong: its error is {error:.1e}, and {contest.bound:.1e} is the bound"
     running = [e for e in contest.entrants if isinstance(e, Contender) and e.name not in reasons]
     calls = {e.name: e.call for e in [*running, *(contest.baselines if running else ())]}
-    times = interleaved(calls, device, rounds) if calls else {}
+    times = interleaved(calls, device, rounds, contest.hidden) if calls else {}
     return [
         _row(contest, e, ceilings, errors.get(e.name), reasons.get(e.name), times, running) for e in contest.entrants
     ]
@@ -72,26 +83,16 @@ def _row(
     running: Sequence[Contender],
 ) -> Row:
     time = None if reason else times[entrant.name]
-    shape = contest.shape
     multiple = entrant.multiple if isinstance(entrant, Contender) else 1
-    sizes = shape.rounded(multiple).sizes if multiple > 1 else shape.sizes
     floor = ceilings.floor(contest.flops, contest.moved, contest.format)
     beside = [e.name for e in running if e.role in ("peer", "ceiling")]
     beside += [e.name for e in contest.baselines]
     compares = time is not None and entrant.role in ("selected", "alternative")
     return {
-        "benchmark": "grouped-gemm",
+        "benchmark": contest.benchmark,
         "op": contest.op,
         "recipe": contest.recipe,
-        "model": shape.model,
-        "matrix": shape.matrix,
-        "groups": shape.groups,
-        "n": shape.n,
-        "k": shape.k,
-        "rows": shape.rows,
-        "smallest_group": min(sizes),
-        "largest_group": max(sizes),
-        "group_multiple": multiple,
+        **contest.shape.facts(multiple),
         "implementation": entrant.name,
         "role": entrant.role,
         "milliseconds": time and time.median,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from maniple.errors import UserError
 from maniple.models.card import ModelCard
@@ -38,6 +39,21 @@ class Shape:
     def flops(self) -> int:
         """Of one product: forward, dgrad and wgrad all take a multiplication and an addition a row, n and k."""
         return 2 * self.rows * self.n * self.k
+
+    def facts(self, multiple: int = 1) -> dict[str, Any]:
+        """The shape as a row says it, with groups rounded to `multiple`."""
+        sizes = self.rounded(multiple).sizes if multiple > 1 else self.sizes
+        return {
+            "model": self.model,
+            "matrix": self.matrix,
+            "groups": self.groups,
+            "n": self.n,
+            "k": self.k,
+            "rows": self.rows,
+            "smallest_group": min(sizes),
+            "largest_group": max(sizes),
+            "group_multiple": multiple,
+        }
 
     def rounded(self, multiple: int) -> Shape:
         """The same rows in groups of multiples of `multiple`, as near as can be. Raises ValueError if rows are none."""

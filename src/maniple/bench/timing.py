@@ -29,11 +29,13 @@ class Times:
         return cls(statistics.median(ordered), ordered[round(0.2 * last)], ordered[round(0.8 * last)], len(ordered))
 
 
-def interleaved(calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: int) -> dict[str, Times]:
+def interleaved(
+    calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: int, hidden: int = 1
+) -> dict[str, Times]:
     """Times every call `rounds` times, one after the other in each round.
 
     On a GPU caches hold none of a call's operands when it begins, and the events around each call are read after the
-    last round: the host never waits in between.
+    last round: the host never waits in between. hidden: how often the gigabyte is written, for calls of many kernels.
     """
     for call in calls.values():
         for _ in range(WARM_UP if device.type == "cuda" else 1):
@@ -52,7 +54,8 @@ def interleaved(calls: Mapping[str, Callable[[], object]], device: torch.device,
     for _ in range(rounds):
         for name, call in calls.items():
             pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            flush.zero_()
+            for _ in range(hidden):
+                flush.zero_()
             pair[0].record()
             call()
             pair[1].record()

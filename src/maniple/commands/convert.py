@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +38,7 @@ def from_hf(
     again = f" ({done.reused} files were there from an earlier try)" if done.reused else ""
     size = f"{done.numbers:,} parameters in {done.dtype}{rounded}, {done.bytes / 1e9:.2f} GB"
     print(f"{out}: {done.card.name}, {size}{again}")
-    print(f"train from it with model.card={card} checkpoint.init_from={out}")
+    print(f"train from it with {shlex.quote(f'model.card={card}')} {shlex.quote(f'checkpoint.init_from={out}')}")
 
 
 @app.command("to-hf", cls=Command)
@@ -74,14 +77,14 @@ def _bytes(size: str) -> int:
     """Of `5GB`. Raises UserError."""
     units = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
     number, unit = size[:-2].strip(), size[-2:].upper()
-    if unit not in units or not (number.isascii() and number.isdecimal()) or not int(number):
+    if unit not in units or not re.fullmatch("[0-9]{1,12}", number) or not int(number):
         raise UserError(f"--shard-size {size}: expected a whole number and KB, MB or GB, as 5GB")
     return int(number) * units[unit]
 
 
 @contextmanager
 def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on standard error, where that is a terminal."""
+    """A bar on standard error, where that is a terminal; and a word when the user interrupts."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -89,4 +92,8 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
     columns = TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bars:
         task = bars.add_task(what, total=None)
-        yield lambda done, total: bars.update(task, completed=done, total=total)
+        try:
+            yield lambda done, total: bars.update(task, completed=done, total=total)
+        except KeyboardInterrupt:
+            print("maniple: interrupted; what is finished stays: the same command goes on", file=sys.stderr)
+            raise

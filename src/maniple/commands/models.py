@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from maniple.commands import AsJson, Command, Group, print_table
+from maniple.errors import UserError
 
 
 class _Cards(Group):
@@ -80,6 +81,8 @@ def check(
     from maniple.models import load_card
 
     facts = load_card(card)
+    if work is not None and not work.is_dir():
+        raise UserError(f"--work {work}: there is no such folder")
     from maniple.engines.megatron.huggingface import parity
 
     with tempfile.TemporaryDirectory(prefix="maniple-check-", dir=work) as place:

@@ -179,6 +179,9 @@ class TrainSection(Section):
     eval_interval: int = Field(50, ge=0, le=_STEPS, description="steps between validations; 0: only at the end")
     eval_batches: int = Field(8, ge=1, le=_MANY, description="global batches a validation reads")
     mtp_loss_coefficient: float = Field(0.1, ge=0, le=_WEIGHT)
+    loss: Literal["logits", "fused"] = Field(
+        "logits", description="fused: a chunk of logits at a time, computed again in backward; never in fp32"
+    )
     device: Literal["auto", "cpu", "gpu"] = "auto"
     sample_tokens: int = Field(0, ge=0, le=_TOKENS, description="length of the sample generated at the end; 0: none")
     sample_prompt: str = "def "

@@ -30,7 +30,7 @@ _MAX_LINES = 16  # more experts than this: a map instead of lines
 _MAX_COUNTS = 1000  # expert counts are thinned out evenly to at most this many steps: they are most of a file
 _SMOOTHING = 1 / 80  # standard deviation of the smoothing window, as a share of the run
 
-_STYLE: Any = {
+STYLE: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "text.color": _INK,
@@ -84,7 +84,7 @@ def draw_curves(
     if layers is None or len(layers) != num_layers:
         layers = [f"MoE layer {number}" for number in range(num_layers)]
 
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         panels = min(num_layers, _MAX_LAYERS)
         columns = {1: 1, 2: 2, 4: 2}.get(panels, 3)
         rows = -(-panels // columns)

@@ -27,9 +27,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     given twice, NaN and Infinity are refused too).
     """
     path = Path(folder) / "config.json"
-    if path.exists() and not path.is_file():
-        raise UserError(f"{path} is not a file")
     try:
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path} is not a file")
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
     except FileNotFoundError:

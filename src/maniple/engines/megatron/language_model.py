@@ -17,6 +17,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, 
 
 from maniple.engines.megatron import context
 from maniple.engines.megatron.documents import complete, documents_of, on_this_rank
+from maniple.engines.megatron.loss import losses_of
 
 
 class LanguageModel(GPTModel):
@@ -85,10 +86,17 @@ class LanguageModel(GPTModel):
         if labels is not None and depths:
             losses = self._mtp_losses(ahead, labels, loss_mask, documents_of(attention_mask), weight)
             hidden_states = MTPLossAutoScaler.apply(hidden_states, losses)
-        logits_SBV, _ = self.output_layer(hidden_states, weight=weight)
         if labels is None:
+            logits_SBV, _ = self.output_layer(hidden_states, weight=weight)
             return logits_SBV.transpose(0, 1).contiguous()
-        return self.compute_language_model_loss(context.cut(labels, self.pg_collection.cp), logits_SBV)
+        return self._losses(hidden_states, context.cut(labels, self.pg_collection.cp), weight)
+
+    def _losses(self, hidden_SBD, labels_BS, weight) -> torch.Tensor:
+        """fp32 `[B, S / CP]`. labels: those of this rank's positions."""
+        if self.config.maniple_loss == "fused":
+            return losses_of(self.output_layer, hidden_SBD, labels_BS, weight)
+        logits_SBV, _ = self.output_layer(hidden_SBD, weight=weight)
+        return self.compute_language_model_loss(labels_BS, logits_SBV)
 
     def _mtp_losses(self, ahead, labels_BS, loss_mask_BS, documents_BS, weight) -> torch.Tensor:
         """fp32 `[depths, B, S / CP]`: what each position adds to the loss, before division by the batch's tokens."""
@@ -100,8 +108,7 @@ class LanguageModel(GPTModel):
             if documents_BS is not None:
                 counted_BS = counted_BS * complete(documents_BS, depth)
             counted_BS = context.cut(counted_BS, group)
-            logits_SBV, _ = self.output_layer(hidden_SBD, weight=weight)
-            losses_BS = self.compute_language_model_loss(context.cut(labels_BS, group), logits_SBV)
+            losses_BS = self._losses(hidden_SBD, context.cut(labels_BS, group), weight)
             losses.append(losses_BS.float() * counted_BS)
             if self.training:
                 self._add_mtp_sums(depth, losses[-1].detach().sum(), counted_BS.sum())

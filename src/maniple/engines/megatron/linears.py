@@ -52,9 +52,9 @@ class LowPrecisionProduct:
         """`[S / TP, B, K]` with sequence parallelism, else `[S, B, K]`, to `[S, B, N]`."""
         exchange: Any = None
         if sequence_parallel:
-            exchange = _Sequence(tp_group)
+            exchange = Sequence(tp_group)
         elif allreduce_dgrad:
-            exchange = _Copies(tp_group)
+            exchange = Copies(tp_group)
         self.ran = self.recipe
         return quantized_linear(
             input,
@@ -69,7 +69,7 @@ class LowPrecisionProduct:
 
 
 @dataclass(frozen=True)
-class _Sequence:
+class Sequence:
     """Ranks hold parts of the sequence, its first dimension: gathered before, and reduced and scattered after."""
 
     group: dist.ProcessGroup
@@ -86,7 +86,7 @@ class _Sequence:
 
 
 @dataclass(frozen=True)
-class _Copies:
+class Copies:
     """Each rank holds the whole, and has the gradient of its own columns' use of it."""
 
     group: dist.ProcessGroup

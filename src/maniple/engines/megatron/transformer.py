@@ -26,8 +26,9 @@ def transformer_config(card: ModelCard, job: TrainConfig) -> TransformerConfig:
     """Megatron-Core's config of this card under this job; an `MLATransformerConfig` where the card has MLA.
 
     Attributes are added to it: `maniple_router` (RouterSpec: Megatron-Core's own fields cannot say every router),
-    `maniple_moe` and `maniple_precision` (the job's sections), `maniple_card`, and `maniple_recompute` (numbers of
-    layers: see recompute.py). What cannot be built together is refused before, in `maniple.config.check`.
+    `maniple_moe` and `maniple_precision` (the job's sections), `maniple_loss` (`train.loss`), `maniple_card`, and
+    `maniple_recompute` (numbers of layers: see recompute.py). What cannot be built together is refused before, in
+    `maniple.config.check`.
     """
     moe, router, parallel, precision = card.moe, card.moe.router, job.parallel, job.precision
     aux_coefficient = router.aux_loss if job.moe.aux_loss_coefficient is None else job.moe.aux_loss_coefficient
@@ -114,6 +115,7 @@ def transformer_config(card: ModelCard, job: TrainConfig) -> TransformerConfig:
     config.maniple_router = RouterSpec.from_card(moe)
     config.maniple_moe = job.moe
     config.maniple_precision = job.precision
+    config.maniple_loss = job.train.loss
     config.maniple_recompute = frozenset(job.recompute.layers)
     config.maniple_card = card
     return config

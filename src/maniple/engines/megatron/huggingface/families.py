@@ -8,6 +8,7 @@ called. What is right is decided by the card alone, never by a tensor's shape.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import chain
 
@@ -18,6 +19,7 @@ from maniple.models.card import ModelCard
 FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "minimax_m2", "mixtral", "qwen3_moe")
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _ALL = slice(None)
+_NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 def chunks(card: ModelCard) -> Iterator[Chunk]:
@@ -49,7 +51,9 @@ def is_derived(name: str) -> bool:
 def layer_of(name: str) -> int | None:
     """The layer that a Hugging Face tensor belongs to; those from `num_layers` on are MTP layers."""
     parts = name.split(".")
-    return int(parts[2]) if parts[:2] == ["model", "layers"] and len(parts) > 2 and parts[2].isdecimal() else None
+    return (
+        int(parts[2]) if parts[:2] == ["model", "layers"] and len(parts) > 2 and _NUMBER.fullmatch(parts[2]) else None
+    )
 
 
 def _chunks(card: ModelCard) -> Iterator[Chunk]:

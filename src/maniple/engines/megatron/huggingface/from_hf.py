@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,24 +28,20 @@ from torch.distributed.checkpoint.metadata import (
 import maniple
 from maniple.engines.megatron.checkpoint import files
 from maniple.engines.megatron.checkpoint.assembly import DigestingFile, write_last_files
-from maniple.engines.megatron.huggingface import families
-from maniple.engines.megatron.huggingface.journal import Journal, told
+from maniple.engines.megatron.huggingface import companions, encodings, families
+from maniple.engines.megatron.huggingface.journal import Journal, told, write_text
 from maniple.engines.megatron.huggingface.links import Chunk
 from maniple.engines.megatron.huggingface.source import Source
 from maniple.errors import UserError
 from maniple.models.card import ModelCard
+from maniple.models.config_json import shown
 from maniple.models.huggingface import card_of, matching_card, quantization_of, read_config
 
 RECORD = "huggingface.json"  # what was converted: for the way back
 CARD = "card.yaml"
-COMPANIONS = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
-    *("merges.txt", "tokenizer.model", "tiktoken.model", "chat_template.jinja", "generation_config.json"),
-)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _OF_CONFIG = {"bfloat16": "bf16", "float32": "fp32"}
 _FILE_BYTES = 4 << 30
-_FORMAT = 1  # of what an interrupted conversion leaves behind
 _OVERHEAD = 4096  # bytes of a stored tensor beside its numbers, at most
 
 
@@ -96,9 +91,9 @@ def from_hf(
         _check_copies(source, card)
         plan = list(_files(card, DTYPES[dtype]))
         work = _Work(source, DTYPES[dtype])
-        journal = Journal(out, [work.identity(), card.model_dump(mode="json"), dtype])
+        identity = [maniple.__version__, source.state(), str(quantization), card.model_dump(mode="json"), dtype]
         total = sum(_bytes(chunk, work.dtype) for _, chunks in plan for chunk in chunks)
-        with told(journal.partial):
+        with Journal(out, folder, identity) as journal, told(journal.partial):
             journal.check_room(total)
             reused, done = len(journal.finished), 0
             for name, chunks in plan:
@@ -110,7 +105,8 @@ def from_hf(
                 progress(done, total)
             reports = [_report(name, journal.finished[name]) for name, _ in plan]
             reports.append({"files": _companions(source, journal.partial, card, config, DTYPES[dtype]), "places": []})
-            journal.close()
+            if source.state() != identity[1]:
+                raise UserError(f"{folder} was changed while it was converted: run the same command again")
             write_last_files(journal.partial, _metadata(plan, work.dtype), reports, _manifest(card, dtype))
             journal.publish()
         quantized = any(map(source.is_quantized, families.hf_shapes(card)))
@@ -124,12 +120,6 @@ class _Work:
 
     def __init__(self, source: Source, dtype: torch.dtype) -> None:
         self.source, self.dtype = source, dtype
-
-    def identity(self) -> list[Any]:
-        """What tells this source from another: its files, and their sizes and times."""
-        names = sorted({stored.file for stored in self.source.tensors.values()})
-        states = [(name, (self.source.folder / name).stat()) for name in names]
-        return [_FORMAT, *([name, state.st_size, state.st_mtime_ns] for name, state in states)]
 
     def write(self, partial: Path, name: str, chunks: list[Chunk], progress: Callable[[int], None]) -> dict[str, Any]:
         """A file of the checkpoint; what the journal keeps of it."""
@@ -149,7 +139,7 @@ class _Work:
         return {"bytes": file.tell(), "sha256": file.digest.hexdigest(), "places": places, "rounded": rounded}
 
     def _fill(self, chunk: Chunk) -> tuple[torch.Tensor, int]:
-        """The chunk, and how many of its tensors lost digits. Raises UserError for a tensor that is not a number
+        """The chunk, and how many of its tensors lost digits. Raises UserError for a tensor that is not finite
         throughout: the chunk is NaN before it is filled, so that a place no tensor fills is found as well."""
         dtype = torch.float32 if chunk.fp32 else self.dtype
         out = torch.full(chunk.size, torch.nan, dtype=dtype)
@@ -158,9 +148,9 @@ class _Work:
             theirs = self.source.read(link.name, link.row)
             rounded += not (theirs.dtype == dtype or self.source.is_quantized(link.name) or _is_exact(theirs, dtype))
             link.put(theirs, out)
-        if out.isnan().any():
+        if not encodings.is_finite(out):
             names = ", ".join(link.name for link in chunk.links)
-            raise UserError(f"{self.source.folder}: {names}: there are values that are no numbers (NaN)")
+            raise UserError(f"{self.source.folder}: {names}: there are values that are not finite (NaN or infinite)")
         return out, rounded
 
 
@@ -176,9 +166,9 @@ def _name(folder: Path) -> str:
 
 def _dtype(config: dict[str, Any]) -> str:
     said = config.get("dtype", config.get("torch_dtype"))
-    if said not in _OF_CONFIG:
+    if not isinstance(said, str) or said not in _OF_CONFIG:
         raise UserError(
-            f"config.json says dtype {said}: choose --dtype fp32 (keeps every digit) or --dtype bf16 (rounds)"
+            f"config.json says dtype {shown(said)}: choose --dtype fp32 (keeps every digit) or --dtype bf16 (rounds)"
         )
     return _OF_CONFIG[said]
 
@@ -258,17 +248,15 @@ def _companions(
     source: Source, partial: Path, card: ModelCard, config: dict[str, Any], dtype: torch.dtype
 ) -> dict[str, dict[str, Any]]:
     """Writes what goes with the weights: card, record of the source, tokenizer. Sizes and digests, by name."""
-    dtypes = {name: source.dtype(name) for name in families.hf_shapes(card) if not source.is_quantized(name)}
     own = {torch.bfloat16: "BF16", torch.float32: "F32"}[dtype]
-    record = {"config": config, "dtypes": {name: stored for name, stored in dtypes.items() if stored != own}}
-    texts = {
-        RECORD: json.dumps(record, indent=1) + "\n",
-        CARD: yaml.safe_dump(card.model_dump(mode="json"), sort_keys=False),
-    }
-    for name, text in texts.items():
-        (partial / name).write_text(text, encoding="utf-8")
-    found = [name for name in COMPANIONS if (source.folder / name).is_file()]
-    for name in found:
-        shutil.copyfile(source.folder / name, partial / name)
-    paths = [partial / name for name in (*texts, *found)]
+    dtypes = {}  # those that the way back would not write by itself
+    for chunk in families.chunks(card):
+        for name in (link.name for link in chunk.links if not source.is_quantized(link.name)):
+            if (stored := source.dtype(name)) != ("F32" if chunk.fp32 else own):
+                dtypes[name] = stored
+    copies = [name for name in families.copies(card) if name in source.tensors]
+    record = {"config": config, "dtypes": dtypes, "copies": copies}
+    write_text(partial / RECORD, json.dumps(record, indent=1) + "\n")
+    write_text(partial / CARD, yaml.safe_dump(card.model_dump(mode="json"), sort_keys=False))
+    paths = [partial / name for name in (RECORD, CARD, *companions.copy(source.folder, partial))]
     return {path.name: {"bytes": path.stat().st_size, "sha256": files.file_digest(path)} for path in paths}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,21 +12,15 @@ from typing import Any, Self
 import torch
 from safetensors import SafetensorError, safe_open
 
+from maniple.engines.megatron.checkpoint import files
 from maniple.engines.megatron.huggingface import encodings, families
 from maniple.errors import UserError
 from maniple.models.card import ModelCard
 from maniple.models.huggingface import Quantization
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_ADAPTER = "adapter_config.json"  # transformers would add what it speaks of to the weights
 _LARGEST_INDEX = 1 << 28  # bytes
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "U8": torch.uint8,
-}
 _NUMBERS = ("F32", "F16", "BF16")  # what a weight may be stored as by itself
 _SCALES = "_scale_inv"  # after the name of a float8 weight
 
@@ -88,17 +83,31 @@ class Source:
         if missing:
             mtp = all((families.layer_of(name) or 0) >= card.num_layers for name in missing)
             hint = ": they are all of MTP layers; --mtp drop converts the model without" if mtp else ""
+            if extra and not mtp:
+                hint = f"; it has {_named(extra)}, which that model has no place for"
             raise UserError(f"{self.folder} lacks {_named(missing)} of the model that its config.json describes{hint}")
         if wrong:
             raise UserError(f"{self.folder}: {wrong[0]}" + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""))
         if extra:
+            last = card.num_layers + card.num_mtp_layers
+            past = all((families.layer_of(name) or 0) >= last for name in extra)
+            hint = f": config.json counts {last} layers, with those of MTP" if past else ""
             raise UserError(
                 f"{self.folder} has {_named(extra)}, which the model that its config.json describes has no place for"
+                + hint
             )
 
     def leave_out(self, layers: range) -> None:
         """Forgets the tensors of these layers."""
         self.tensors = {name: each for name, each in self.tensors.items() if families.layer_of(name) not in layers}
+
+    def state(self) -> list[list[Any]]:
+        """What tells these files from others: where they are, their sizes and times."""
+        try:
+            found = [(os.path.realpath(self.folder / name), os.stat(self.folder / name)) for name in self._files]
+        except OSError as error:
+            raise UserError(f"{error.filename} cannot be read: {error.strerror}") from error
+        return [[path, each.st_size, each.st_mtime_ns, each.st_ctime_ns] for path, each in found]
 
     def dtype(self, name: str) -> str:
         """How a tensor is stored, as safetensors names it; the data's where it is quantized."""
@@ -162,37 +171,51 @@ class Source:
             raise self._unreadable(stored.file, error) from error
 
     def _file_names(self) -> list[str]:
-        if not self.folder.is_dir():
+        try:
+            there = set(os.listdir(self.folder))
+        except OSError as error:
             raise UserError(
-                f"no folder {self.folder}: give the folder of a model, with config.json and safetensors files"
-            )
+                f"{self.folder} cannot be read ({error.strerror}): give the folder of a model, with config.json and "
+                "safetensors files"
+            ) from error
         self._places: dict[str, str] | None = None
-        if not (self.folder / INDEX).exists():
-            if not (self.folder / SINGLE).exists():
-                others = sorted(path.name for path in self.folder.glob("*.bin"))
+        if {INDEX, SINGLE} <= there:
+            raise UserError(f"{self.folder} has {INDEX} and {SINGLE}, two sets of weights: move one away")
+        if _ADAPTER in there:
+            raise UserError(f"{self.folder} has {_ADAPTER}, of a change to its weights: merge that into them first")
+        if INDEX not in there:
+            if SINGLE not in there:
+                others = sorted(name for name in there if name.endswith((".bin", ".pt", ".pth")))
                 hint = (
                     f" (it has {others[0]}: pickled weights are not read; save them as safetensors)" if others else ""
                 )
                 raise UserError(f"{self.folder} has neither {INDEX} nor {SINGLE}{hint}")
+            if not files.has(self.folder, SINGLE):
+                raise UserError(f"{self.folder / SINGLE} is no file")
             return [SINGLE]
         self._places = _read_places(self.folder / INDEX)
         names = sorted(set(self._places.values()))
         for name in names:
             if name != Path(name).name or name in ("", ".", ".."):
                 raise UserError(f"{self.folder / INDEX} names the file {name[:80]!a}, which is not one of its folder")
-        absent = [name for name in names if not (self.folder / name).is_file()]
+        absent = [name for name in names if not files.has(self.folder, name)]
         if absent:
             raise UserError(f"{self.folder} lacks {_named(absent)} of its {len(names)} files of weights")
         return names
 
     def _open(self, name: str) -> Any:
         try:
+            with open(self.folder / name, "rb"):  # whose words are better
+                pass
+        except OSError as error:
+            raise files.unreadable(self.folder / name, error) from error
+        try:
             return self._stack.enter_context(safe_open(self.folder / name, framework="pt"))
         except (SafetensorError, OSError) as error:
             raise self._unreadable(name, error) from error
 
     def _unreadable(self, name: str, error: Exception) -> UserError:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         return UserError(
             f"{self.folder / name} cannot be read ({reason[:160]}): it is cut short or damaged; fetch it anew"
         )
@@ -200,7 +223,7 @@ class Source:
     def _list(self, name: str, file: Any) -> None:
         for key in file.keys():  # noqa: SIM118  (no mapping)
             if key in self.tensors:
-                raise UserError(f"{self.folder}: {key} is in {self.tensors[key].file} and in {name}")
+                raise UserError(f"{self.folder}: {_named([key])} is in {self.tensors[key].file} and in {name}")
             part = file.get_slice(key)
             self.tensors[key] = Stored(name, part.get_dtype(), tuple(part.get_shape()))
 
@@ -212,7 +235,8 @@ class Source:
         ]
         if elsewhere:
             name = self._places[elsewhere[0]]
-            raise UserError(f"{self.folder}: {INDEX} says that {elsewhere[0]} is in {name}, which does not hold it")
+            key = _named(elsewhere[:1])
+            raise UserError(f"{self.folder}: {INDEX} says that {key} is in {name}, which does not hold it")
 
 
 def _read_places(path: Path) -> dict[str, str]:
@@ -233,4 +257,6 @@ def _read_places(path: Path) -> dict[str, str]:
 
 
 def _named(names: list[str]) -> str:
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+    """The first, which may be a stranger's, and how many more."""
+    first = names[0] if names[0].isprintable() and len(names[0]) <= 200 else f"{names[0][:80]!a}..."
+    return first + (f" and {len(names) - 1} more" if len(names) > 1 else "")

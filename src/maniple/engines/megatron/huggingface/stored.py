@@ -11,11 +11,12 @@ import torch
 from maniple.engines.megatron.checkpoint import files
 from maniple.engines.megatron.checkpoint.index import Index, Part
 
-_KEPT = 2  # parts in memory: the matrices of a layer's experts lie one behind another
-
 
 class Stored:
-    """The tensors of a checkpoint folder. Raises UserError where a file does not hold what the index says."""
+    """The tensors of a checkpoint folder, all of floating point. The parts that were read last stay in memory.
+
+    Raises UserError where a file does not hold what the index says.
+    """
 
     def __init__(self, folder: Path, index: Index) -> None:
         self.folder, self.index = folder, index
@@ -24,27 +25,24 @@ class Stored:
     def read(self, key: str, offset: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
         """`size` numbers of tensor `key` from `offset` on."""
         dtype = getattr(torch, self.index.tensors[key].dtype)
-        out = torch.empty(size, dtype=dtype)
-        found = 0
-        for part in self.index.parts[key]:
-            first = [max(a, b) for a, b in zip(offset, part.offset, strict=True)]
-            ends = zip(offset, size, part.offset, part.shape, strict=True)
-            last = [min(a + m, b + n) for a, m, b, n in ends]
-            if all(a < b for a, b in zip(first, last, strict=True)) or not size:
-                here = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, offset, strict=True))
-                there = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, part.offset, strict=True))
-                out[here] = self._part(key, part, dtype)[there]
-                found += out[here].numel()
+        out = torch.full(size, torch.nan, dtype=dtype)  # a place that no part fills is not finite
+        windows = {part: _common(offset, size, part) for part in self.index.parts[key]}
+        found, kept = 0, self._kept
+        # the next read is of the same place, or of the next expert, which may be in the same parts
+        self._kept = {part: kept[part] for part, window in windows.items() if window is not None and part in kept}
+        del kept
+        for part, window in windows.items():
+            if window is None:
+                continue
+            if part not in self._kept:
+                self._kept[part] = self._load(key, part, dtype)
+            here = tuple(slice(a - o, b - o) for (a, b), o in zip(window, offset, strict=True))
+            there = tuple(slice(a - o, b - o) for (a, b), o in zip(window, part.offset, strict=True))
+            out[here] = self._kept[part][there]
+            found += math.prod(b - a for a, b in window)
         if found != math.prod(size):
             raise files.damaged(self.folder, f"the parts of {key} do not make a whole")
         return out
-
-    def _part(self, key: str, part: Part, dtype: torch.dtype) -> torch.Tensor:
-        if part not in self._kept:
-            while len(self._kept) >= _KEPT:
-                self._kept.pop(next(iter(self._kept)))
-            self._kept[part] = self._load(key, part, dtype)
-        return self._kept[part]
 
     def _load(self, key: str, part: Part, dtype: torch.dtype) -> torch.Tensor:
         path = self.folder / part.file
@@ -59,3 +57,10 @@ class Stored:
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tuple(tensor.shape) != part.shape:
             raise files.damaged(self.folder, f"{part.file} holds something else than {key}")
         return tensor
+
+
+def _common(offset: tuple[int, ...], size: tuple[int, ...], part: Part) -> list[tuple[int, int]] | None:
+    """First and last (exclusive) of what a region and a part have in common, by axis; None: nothing."""
+    sides = zip(offset, size, part.offset, part.shape, strict=True)
+    window = [(max(a, b), min(a + m, b + n)) for a, m, b, n in sides]
+    return window if all(first < last for first, last in window) else None

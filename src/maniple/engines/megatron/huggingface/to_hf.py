@@ -1,26 +1,25 @@
 """`maniple convert to-hf`: a checkpoint, of training or converted, becomes a folder that transformers loads.
 
-One file of the result is in memory at a time, and of the checkpoint the parts that are being read.
+One tensor of the result is in memory at a time, and of the checkpoint the parts that are being read.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
+import maniple
 from maniple.engines.megatron.checkpoint import files
 from maniple.engines.megatron.checkpoint.state import RNG
-from maniple.engines.megatron.huggingface import families
-from maniple.engines.megatron.huggingface.from_hf import COMPANIONS, DTYPES, RECORD
-from maniple.engines.megatron.huggingface.journal import Journal, told
+from maniple.engines.megatron.huggingface import companions, encodings, families
+from maniple.engines.megatron.huggingface.from_hf import DTYPES, RECORD
+from maniple.engines.megatron.huggingface.journal import Journal, told, write_text
 from maniple.engines.megatron.huggingface.links import Chunk, Link
 from maniple.engines.megatron.huggingface.source import INDEX, SINGLE
 from maniple.engines.megatron.huggingface.stored import Stored
@@ -31,8 +30,10 @@ from maniple.models.huggingface import card_of, config_of, forward_differences, 
 _OPTIMIZER = "optimizer."
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")  # rows past the vocabulary are padding
 _SAFETENSORS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_NAMES = {dtype: name for name, dtype in _SAFETENSORS.items()}
+_MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
+_STORED = ("float32", "bfloat16", "float16")
 _TORCH_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
-_FORMAT = 1  # of what an interrupted conversion leaves behind
 Pieces = list[tuple[Chunk, Link]]
 
 
@@ -89,15 +90,15 @@ def to_hf(
     saved = manifest["job"].get("precision", {}).get("dtype")
     own = dtype or (saved if saved in DTYPES else "bf16")
     dtypes = {} if dtype or record is None else record["dtypes"]
+    copies = _copies_of_releases(card) if record is None else record["copies"]
     config = _config(card, own, like, record)
     stored = Stored(checkpoint, index)
-    tensors = list(_tensors(card, stored, DTYPES[own], dtypes))
+    tensors = list(_tensors(card, stored, DTYPES[own], dtypes, copies))
     plan = _shards(tensors, shard_bytes)
-    journal = Journal(
-        out, [_FORMAT, manifest["sha256"], [[name, [t.name for t in shard]] for name, shard in plan], own]
-    )
+    names = [[name, [[tensor.name, str(tensor.dtype)] for tensor in shard]] for name, shard in plan]
     total, done = sum(tensor.bytes for tensor in tensors), 0
-    with told(journal.partial):
+    identity = [maniple.__version__, manifest["sha256"], names]
+    with Journal(out, checkpoint, identity) as journal, told(journal.partial):
         journal.check_room(total)
         if verify:
             files.check_digests(checkpoint, manifest)
@@ -112,12 +113,11 @@ def to_hf(
         if len(plan) > 1:
             places = {tensor.name: name for name, shard in plan for tensor in shard}
             _write_json(journal.partial / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
-        _write_json(journal.partial / "config.json", config)
-        companions = _companions(like or checkpoint, journal.partial)
-        journal.close()
+        beside = companions.copy(like or checkpoint, journal.partial)
+        _write_json(journal.partial / "config.json", config)  # last: no reader takes a folder without it for a model
         journal.publish()
     numbers = sum(torch.Size(tensor.shape).numel() for tensor in tensors)
-    return Exported(out, card, own, numbers, total, len(plan), companions, reused)
+    return Exported(out, card, own, numbers, total, len(plan), beside, reused)
 
 
 def _card(checkpoint: Path, manifest: dict[str, Any]) -> ModelCard:
@@ -128,15 +128,16 @@ def _card(checkpoint: Path, manifest: dict[str, Any]) -> ModelCard:
 
 
 def _record(checkpoint: Path, manifest: dict[str, Any]) -> dict[str, Any] | None:
-    """What the checkpoint was converted from: config.json and dtypes. None if it is one of training."""
+    """What the checkpoint was converted from: config.json, dtypes, copies. None if it is one of training."""
     if RECORD not in manifest["files"]:
         return None
     try:
         record = json.loads((checkpoint / RECORD).read_text(encoding="utf-8"))
-        dtypes, config = record["dtypes"], record["config"]
-        if not isinstance(config, dict) or not isinstance(dtypes, dict):
+        dtypes, config, copies = record["dtypes"], record["config"], record["copies"]
+        if not isinstance(config, dict) or not isinstance(dtypes, dict) or not isinstance(copies, list):
             raise TypeError
-        return {"config": config, "dtypes": {str(name): _SAFETENSORS[stored] for name, stored in dtypes.items()}}
+        dtypes = {str(name): _SAFETENSORS[stored] for name, stored in dtypes.items()}
+        return {"config": config, "dtypes": dtypes, "copies": copies}
     except OSError as error:
         raise files.unreadable(checkpoint / RECORD, error) from error
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -148,16 +149,20 @@ def _config(card: ModelCard, dtype: str, like: Path | None, record: dict[str, An
     given = read_config(like) if like else record["config"] if record else None
     if given is None:
         return config_of(card, dtype=_TORCH_NAMES[dtype])
+    if not like:  # MTP layers may have been left out
+        given = {key: card.num_mtp_layers if value and key in _MTP_LAYERS else value for key, value in given.items()}
     different = forward_differences(card_of(given, name=card.name), card)
     if different and like:
         raise UserError(f"{like}/config.json is of another model than the checkpoint: {', '.join(different)} differ")
-    if different:  # MTP layers were left out
+    if different:  # other layers were
         return config_of(card, dtype=_TORCH_NAMES[dtype])
     kept = {key: value for key, value in given.items() if key not in ("quantization_config", "dtype", "torch_dtype")}
     return kept | {"torch_dtype" if "torch_dtype" in given else "dtype": _TORCH_NAMES[dtype]}
 
 
-def _tensors(card: ModelCard, stored: Stored, dtype: torch.dtype, dtypes: dict[str, torch.dtype]) -> Iterator[_Tensor]:
+def _tensors(
+    card: ModelCard, stored: Stored, dtype: torch.dtype, dtypes: dict[str, torch.dtype], copies: list[str]
+) -> Iterator[_Tensor]:
     """What is to be written, in the model's order. Raises UserError unless the checkpoint holds it, and no more."""
     folder, there = stored.folder, stored.index.tensors
     pieces: dict[str, Pieces] = {}
@@ -173,6 +178,8 @@ def _tensors(card: ModelCard, stored: Stored, dtype: torch.dtype, dtypes: dict[s
         padded = key in _PADDED and len(found.shape) == 2 and found.shape[0] >= chunk.shape[0]
         if found.shape != chunk.shape and not (padded and found.shape[1:] == chunk.shape[1:]):
             raise UserError(f"checkpoint {folder}: {key} is {list(found.shape)}, and {list(chunk.shape)} by its card")
+        if found.dtype not in _STORED:
+            raise UserError(f"checkpoint {folder}: {key} is of {found.dtype}, not of {' or '.join(_STORED)}")
     extra = [key for key in there if key not in keys and not key.startswith((RNG, _OPTIMIZER))]
     if extra:
         raise UserError(f"checkpoint {folder} has {extra[0]}, which its model has no place for")
@@ -182,8 +189,13 @@ def _tensors(card: ModelCard, stored: Stored, dtype: torch.dtype, dtypes: dict[s
         written[name] = _Tensor(name, parts[0][1].shape, dtypes.get(name, own), parts)
         yield written[name]
     for name, original in families.copies(card).items():
-        if families.layer_of(name) is not None:  # as releases have them; of tied models the head stays away
+        if name in copies:
             yield _Tensor(name, written[original].shape, written[original].dtype, written[original].pieces)
+
+
+def _copies_of_releases(card: ModelCard) -> list[str]:
+    """MTP layers have an embedding and a head of their own; tied models have no head."""
+    return [name for name in families.copies(card) if families.layer_of(name) is not None]
 
 
 def _shards(tensors: list[_Tensor], most: int) -> list[tuple[str, list[_Tensor]]]:
@@ -202,45 +214,44 @@ def _shards(tensors: list[_Tensor], most: int) -> list[tuple[str, list[_Tensor]]
 
 
 def _write(stored: Stored, path: Path, shard: list[_Tensor], progress: Callable[[int], None]) -> dict[str, Any]:
-    """One file of the result; what the journal keeps of it."""
-    filled, done = {}, 0
+    """One file of the result, in the format of safetensors; what the journal keeps of it."""
+    shard = sorted(shard, key=lambda tensor: -tensor.dtype.itemsize)  # numbers lie at multiples of their size
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
     for tensor in shard:
-        filled[tensor.name] = _fill(stored, tensor)
-        done += tensor.bytes
-        progress(done)
-    try:
-        save_file(filled, path, metadata={"format": "pt"})
-    except Exception as error:  # safetensors' own, of which the disk's words are a part
-        if not isinstance(error, OSError):
-            raise OSError(0, " ".join(str(error).split())[:160], str(path)) from error
-        raise
-    with open(path, "rb") as file:
+        header[tensor.name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": tensor.shape,
+            "data_offsets": [end, end := end + tensor.bytes],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    done = 0
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in shard:
+            file.write(_fill(stored, tensor).view(-1).view(torch.uint8).numpy())
+            done += tensor.bytes
+            progress(done)
+        file.flush()
         os.fsync(file.fileno())
     return {"bytes": path.stat().st_size}
 
 
 def _fill(stored: Stored, tensor: _Tensor) -> torch.Tensor:
-    out = torch.full(tensor.shape, torch.nan, dtype=tensor.dtype)  # a place that no piece fills is not a number
+    out = torch.full(tensor.shape, torch.nan, dtype=tensor.dtype)  # a place that no piece fills is not finite
     for chunk, link in tensor.pieces:
         theirs = link.take(stored.read(chunk.key, chunk.offset, chunk.size))
         if link.row is None:
             out.copy_(theirs)
         else:
             out[link.row] = theirs
-    if out.isnan().any():
-        raise UserError(f"checkpoint {stored.folder}: {tensor.name} has values that are no numbers (NaN)")
+    if not encodings.is_finite(out):
+        raise UserError(
+            f"checkpoint {stored.folder}: {tensor.name} has values that are not finite as {_NAMES[tensor.dtype]}"
+        )
     return out
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(json.dumps(value, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _companions(folder: Path, partial: Path) -> tuple[str, ...]:
-    found = tuple(name for name in COMPANIONS if (folder / name).is_file())
-    for name in found:
-        shutil.copyfile(folder / name, partial / name)
-    return found
+    write_text(path, json.dumps(value, indent=2) + "\n")

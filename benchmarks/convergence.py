@@ -1,0 +1,197 @@
+"""Does a model learn in fp8_block and mxfp8 as it does in bf16? Trains it once a recipe, from one seed on one text.
+
+    python benchmarks/convergence.py                       # all recipes; rows to benchmarks/results/, picture to docs/
+    python benchmarks/convergence.py --recipe bf16 --recipe mxfp8 --time-limit 120
+    python benchmarks/convergence.py --tiny                # a toy for minutes on a CPU: shows that the script runs
+    python benchmarks/convergence.py --verdicts FILE...    # what rows that were measured before show; draws them too
+
+The job is configs/convergence_350m.yaml, run by `maniple train` on one GPU. After each run its row and a new picture are
+written, so that what has been measured is there however this ends. A run that takes longer than `--time-limit` is asked
+to stop, and its row says how far it came. The exit code is 0 if every run came to its end, whatever the verdicts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from maniple.bench import convergence, rows
+from maniple.bench.command import command_of
+from maniple.config.check import resolve_card
+from maniple.config.load import load
+from maniple.config.schema import TrainConfig
+from maniple.errors import UserError
+from maniple.models import counting, flops
+
+ROOT = Path(__file__).resolve().parent.parent
+JOB = ROOT / "configs" / "convergence_350m.yaml"
+PICTURE = ROOT / "docs" / "images" / "convergence.png"
+RESULTS = ROOT / "benchmarks" / "results"
+GRACE = 60.0  # seconds from being asked to stop to being killed
+TINY = [
+    *("model.overrides.num_layers=2", "model.overrides.hidden_size=128", "model.overrides.num_heads=2"),
+    *("model.overrides.num_kv_heads=1", "model.overrides.head_dim=64", "model.overrides.vocab_size=512"),
+    *("model.overrides.moe.num_experts=4", "model.overrides.moe.topk=2", "model.overrides.moe.expert_ffn_size=128"),
+    *("data.sequence_length=128", "data.tokenizer_vocab_size=512", "data.corpus_bytes=1000000", "data.num_workers=0"),
+    *("train.steps=30", "train.micro_batch_size=4", "train.global_batch_size=4", "train.eval_interval=10"),
+    *("train.eval_batches=1", "train.device=cpu", "optimizer.warmup_steps=5", "optimizer.learning_rate=2e-3"),
+]
+
+
+def main(words: list[str] | None = None) -> int:
+    words = sys.argv[1:] if words is None else words
+    options = parser().parse_args(words)
+    if options.verdicts:
+        found = [row for file in options.verdicts for row in rows.read(file)]
+        report(found, options.figure or PICTURE)
+        return 0
+    recipes = options.recipe or list(convergence.RECIPES)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    changes = [*(TINY if options.tiny else []), *options.set, f"train.seed={options.seed}"]
+    job = load(JOB, changes).config
+    now = datetime.datetime.now(datetime.UTC)
+    folder = options.runs or ROOT / "runs" / f"convergence-{now:%Y%m%d-%H%M%S}"
+    if any((folder / recipe).exists() for recipe in recipes):
+        raise UserError(f"--runs {folder} holds such runs already: name another folder")
+    picture = options.figure or (folder / PICTURE.name if options.tiny else PICTURE)
+    found, codes = [], []
+    with contextlib.ExitStack() as stack:
+        file = None
+        if options.out or not options.tiny:
+            file = stack.enter_context(
+                rows.create(options.out or RESULTS / f"{now:%Y-%m-%d}-{device()}-convergence.jsonl")
+            )
+        for recipe in recipes:
+            command = [sys.executable, "-m", "maniple", "train", str(JOB), "--nproc", "1", *changes]
+            command += [f"precision.recipe={recipe}", f"name={recipe}", f"output_dir={folder}"]
+            command += [f"data.cache_dir={folder / 'cache'}", f"train.max_minutes={options.time_limit / 60}"]
+            try:
+                codes.append(run(command, options.time_limit))
+            finally:  # also after Ctrl-C: what the run came to is kept
+                row = convergence.row_of(folder / recipe, **facts(job, recipe, words))
+                row["hardware"] = row["hardware"] or environment()["hardware"]
+                row["versions"] = row["versions"] or environment()["versions"]
+                found.append(row)
+                if file:
+                    rows.write(file, row)
+                report(found, picture)
+    whole = all(row["steps"] == row["wanted_steps"] for row in found)
+    return 0 if whole and not any(codes) else 1
+
+
+def parser() -> argparse.ArgumentParser:
+    out = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    out.add_argument(
+        "--recipe",
+        action="append",
+        choices=["bf16", "fp8", "fp8_block", "mxfp8"],
+        help="default: " + ", ".join(convergence.RECIPES),
+    )
+    out.add_argument("--seed", type=int, default=1234)
+    out.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change the job, e.g. train.steps=1000"
+    )
+    out.add_argument(
+        "--time-limit", type=float, default=150.0, metavar="SECONDS", help="of a run's training; default: 150"
+    )
+    out.add_argument("--tiny", action="store_true", help="a toy model on the CPU")
+    out.add_argument("--runs", type=Path, help="folder of the runs; default: runs/convergence-DATE")
+    out.add_argument(
+        "--out", type=Path, help="file of the rows; default: benchmarks/results/DATE-GPU-convergence.jsonl; tiny: none"
+    )
+    out.add_argument("--figure", type=Path, help="default: docs/images/convergence.png; tiny: in the runs' folder")
+    out.add_argument(
+        "--verdicts", type=Path, nargs="+", metavar="FILE", help="train nothing, judge and draw these rows"
+    )
+    return out
+
+
+def run(command: list[str], time_limit: float) -> int:
+    """Runs a training job, which stops by itself after `time_limit` seconds of training; one that does not is asked to
+    stop, then killed. Its exit code. It never outlives this call."""
+    with subprocess.Popen(command, cwd=ROOT) as process:
+        try:
+            return process.wait(time_limit + 3 * GRACE)  # imports, corpus and tokenizer come before the training
+        except subprocess.TimeoutExpired:
+            print(f"convergence.py: asking the run to stop after {time_limit + 3 * GRACE:.0f} s", file=sys.stderr)
+            process.terminate()
+            return process.wait(GRACE)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(GRACE)
+                process.kill()  # its workers end with it
+
+
+def facts(job: TrainConfig, recipe: str, words: list[str]) -> dict[str, Any]:
+    """What a row says of its job."""
+    card = resolve_card(job)
+    count = counting.count(card)
+    return {
+        "recipe": recipe,
+        "model": f"{card.name}, {job.model.overrides['num_layers']} layers of {card.hidden_size}",
+        "parameters": count.total,
+        "active_parameters": count.active,
+        "flops_per_token": flops.training_flops_per_token(card, job.data.sequence_length),
+        "wanted_steps": job.train.steps,
+        "tokens_a_step": job.train.global_batch_size * job.data.sequence_length,
+        "seed": job.train.seed,
+        "command": command_of(["python", "benchmarks/convergence.py", *without_places(words)]),
+    }
+
+
+def without_places(words: list[str]) -> list[str]:
+    """A command line without the options that name files and change nothing measured."""
+    kept, skip = [], False
+    for word in words:
+        if not skip and not re.match(r"--(out|runs|figure)(=|$)", word):
+            kept.append(word)
+        skip = word in ("--out", "--runs", "--figure")
+    return kept
+
+
+def device() -> str:
+    """The GPU's name as part of a file's; "cpu" without one."""
+    import torch
+
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def environment() -> dict[str, Any]:
+    import torch
+
+    from maniple.metrics import environment
+
+    return environment("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def report(found: list[rows.Row], picture: Path) -> None:
+    """Prints what each run came to and the verdicts, and draws them."""
+    for row in found:
+        speed, loss, held_out = row["tokens_per_second_per_gpu"], row["last_loss"], row["validation_loss"]
+        print(
+            f"{row['recipe']:9} {row['steps']} of {row['wanted_steps']} steps, "
+            f"last loss {'none' if loss is None else f'{loss:.4f}'}, "
+            f"validation {'none' if held_out is None else f'{held_out:.4f}'}"
+            + ("" if speed is None else f", {speed:,.0f} tokens/s")
+        )
+    for verdict in convergence.verdicts(found):
+        print(f"  {verdict}")
+    if convergence.draw(found, picture):
+        print(f"picture: {picture}", flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UserError as error:
+        sys.exit(f"convergence.py: {error}")

@@ -1,0 +1,186 @@
+"""Does a low-precision recipe learn as bf16 does? Runs as rows, what the rows show, and their picture. No torch."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maniple.bench.rows import Row
+from maniple.kernels import sources
+from maniple.metrics.figure import STYLE
+from maniple.metrics.records import iter_metrics
+
+BENCHMARK = "convergence"
+BASELINE = "bf16"
+RECIPES = (BASELINE, "fp8_block", "mxfp8")
+BAR = 0.005  # a recipe's loss is to be this near to bf16's, as a share of it
+LAST = 20  # steps whose mean is a run's last loss
+_COLORS = {"bf16": "#22272e", "fp8": "#c2263a", "fp8_block": "#2563eb", "mxfp8": "#ea7317"}
+
+
+def row_of(run_dir: Path, **facts: Any) -> Row:
+    """A run's row, from the `metrics.jsonl` that it left, whole or not, and its `summary.json` where there is one.
+
+    losses: nats a token of steps 1, 2, ..., None where one was not finite. validation: [step, loss] pairs. last_loss:
+    mean of the last steps' losses. Speeds are medians of the second half. facts: what else the row says: `recipe`,
+    `wanted_steps`, `seed`, `tokens_a_step` and `parameters` at least.
+    """
+    records = list(iter_metrics(run_dir / "metrics.jsonl")) if (run_dir / "metrics.jsonl").exists() else []
+    training = [record for record in records if "loss" in record]
+    validation = [[record["step"], record["validation_loss"]] for record in records if "validation_loss" in record]
+    losses = [None if record["loss"] is None else round(record["loss"], 6) for record in training]
+    settled, last = training[len(training) // 2 :], training[-1] if training else {}
+    summary = run_dir / "summary.json"
+    told = json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {}
+    return {
+        "benchmark": BENCHMARK,
+        **facts,
+        "steps": len(training),
+        "losses": losses,
+        "validation": validation,
+        "last_loss": last_mean(losses),
+        "validation_loss": validation[-1][1] if validation else None,
+        "tokens_per_second_per_gpu": _median([record["tokens_per_second_per_gpu"] for record in settled]),
+        "mfu": _median([record["mfu"] for record in settled if record["mfu"] is not None]),
+        "peak_memory_bytes": last.get("peak_memory_bytes"),
+        "data": last.get("data"),
+        **{key: told.get(key) for key in ("precision", "seconds", "stopped", "hardware", "versions")},
+        "sources": sources.digests(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return float(np.median(values)) if values else None
+
+
+def last_mean(losses: Sequence[float | None]) -> float | None:
+    """Mean of the last losses; None if one of them was not finite, or if there is none."""
+    last = [loss for loss in losses[-LAST:] if loss is not None]
+    return sum(last) / len(last) if last and len(last) == len(losses[-LAST:]) else None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A recipe's loss over bf16's, less 1; None: not known. missing: why it shows nothing, "" if it does."""
+
+    recipe: str
+    what: str
+    difference: float | None
+    missing: str = ""
+
+    @property
+    def holds(self) -> bool:
+        return not self.missing and self.difference is not None and abs(self.difference) <= BAR
+
+    def __str__(self) -> str:
+        came = "" if self.difference is None else f"{self.difference:+.2%} of {BASELINE}'s"
+        said = f"not shown: {self.missing}" if self.missing else "holds" if self.holds else "fails"
+        return f"{self.recipe:9} {self.what:24} {came:18} (within {BAR:.1%}): {said}"
+
+
+def verdicts(rows: Sequence[Row]) -> Iterator[Verdict]:
+    """What each recipe's row came to beside bf16's, in the last steps of training and on validation text."""
+    found = {row["recipe"]: row for row in rows if row["benchmark"] == BENCHMARK}
+    base = found.get(BASELINE)
+    for recipe, row in found.items():
+        if recipe == BASELINE:
+            continue
+        missing = _missing(base, row)
+        known = base is not None and _same_job(base) == _same_job(row)
+        for what, key in ((f"mean of {LAST} last steps", "last_loss"), ("validation", "validation_loss")):
+            ours, theirs = row[key], base[key] if known and base is not None else None
+            if ours is None or theirs is None:
+                yield Verdict(recipe, what, None, missing or "no finite loss")
+            else:
+                yield Verdict(recipe, what, ours / theirs - 1, missing)
+
+
+def _missing(base: Row | None, row: Row) -> str:
+    if base is None:
+        return f"no run in {BASELINE} beside it"
+    if _same_job(base) != _same_job(row):
+        return f"the run in {BASELINE} was another job"
+    for one in (base, row):
+        if one["steps"] < one["wanted_steps"]:
+            return f"{one['recipe']} came to {one['steps']} of {one['wanted_steps']} steps"
+    return ""
+
+
+def _same_job(row: Row) -> tuple[Any, ...]:
+    return tuple(row[key] for key in ("wanted_steps", "seed", "tokens_a_step", "parameters", "data"))
+
+
+def differences(rows: Mapping[str, Row]) -> dict[str, np.ndarray]:
+    """Of each recipe but bf16 the smoothed loss over bf16's, less 1, by step, as far as both went. The last is what
+    `verdicts` judges."""
+    base = _smoothed(rows[BASELINE]["losses"])
+    found = {}
+    for recipe, row in rows.items():
+        if recipe != BASELINE:
+            loss = _smoothed(row["losses"])
+            both = min(len(base), len(loss))
+            found[recipe] = loss[:both] / base[:both] - 1
+    return found
+
+
+def _smoothed(losses: Sequence[float | None]) -> np.ndarray:
+    """Of each step the mean with those before it, `LAST` in all or as many as there are; NaN where one was not finite."""
+    values = np.array([np.nan if loss is None else loss for loss in losses], dtype=np.float64)
+    return np.array([values[max(0, end - LAST) : end].mean() for end in range(1, len(values) + 1)])
+
+
+def draw(rows: Sequence[Row], path: Path) -> Path | None:
+    """The picture of runs: their losses, and their distance from bf16's with the bar. None without any step to draw."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    found = {row["recipe"]: row for row in rows if row["benchmark"] == BENCHMARK and row["steps"]}
+    if not found:
+        return None
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(11.5, 4.6), dpi=140, facecolor="white", layout="constrained")
+        FigureCanvasAgg(figure)
+        left, right = figure.subplots(1, 2, width_ratios=[1.25, 1])
+        for recipe, row in found.items():
+            steps, color = np.arange(1, row["steps"] + 1), _COLORS.get(recipe)
+            losses = [np.nan if loss is None else loss for loss in row["losses"]]
+            left.plot(steps, losses, color=color, alpha=0.2, lw=0.7)
+            left.plot(steps, _smoothed(row["losses"]), color=color, lw=1.6, label=_label(row))
+            at = [(step, loss) for step, loss in row["validation"] if loss is not None]
+            left.plot(*zip(*at, strict=True), ls="", marker="o", ms=4.5, color=color, mec="white") if at else None
+        left.set(title=f"Loss, nats a token (mean of {LAST} steps; dots: validation)", xlabel="step")
+        left.legend(loc="upper right")
+        _draw_differences(right, differences(found) if BASELINE in found else {})
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+    return path
+
+
+def _label(row: Row) -> str:
+    at_last = "" if row["last_loss"] is None else f"  {row['last_loss']:.4f}"
+    whole = "" if row["steps"] >= row["wanted_steps"] else f", {row['steps']} of {row['wanted_steps']} steps"
+    return f"{row['recipe']}{at_last}{whole}"
+
+
+def _draw_differences(axes: Any, shares: Mapping[str, np.ndarray]) -> None:
+    bar, largest = 100 * BAR, 0.0
+    axes.axhspan(-bar, bar, color="#15803d", alpha=0.12, lw=0, label=f"within {bar:g} %")
+    axes.axhline(0, color=_COLORS[BASELINE], lw=1.0)
+    for recipe, share in shares.items():
+        percent = 100 * share
+        at_last = percent[-1] if len(percent) else np.nan
+        label = f"{recipe}  {at_last:+.2f} %" if np.isfinite(at_last) else recipe
+        axes.plot(np.arange(1, len(percent) + 1), percent, color=_COLORS.get(recipe), lw=1.5, label=label)
+        settled = np.abs(percent[len(percent) // 5 :])  # at first, while the loss falls steeply, runs lie further apart
+        largest = max(largest, float(np.nanmax(settled)) if np.isfinite(settled).any() else 0.0)
+    reach = max(2 * bar, 1.15 * largest)
+    axes.set(title=f"Smoothed loss over {BASELINE}'s, less 1, in percent", xlabel="step", ylim=(-reach, reach))
+    axes.legend(loc="upper right")
