@@ -5,9 +5,9 @@
     python benchmarks/convergence.py --tiny                # a toy for minutes on a CPU: shows that the script runs
     python benchmarks/convergence.py --verdicts FILE...    # what rows that were measured before show; draws them too
 
-The job is configs/convergence_350m.yaml, run by `maniple train` on one GPU. After each run its row and a new picture are
-written, so that what has been measured is there however this ends. A run that takes longer than `--time-limit` is asked
-to stop, and its row says how far it came. The exit code is 0 if every run came to its end, whatever the verdicts.
+The job is configs/convergence_350m.yaml, run by `maniple train` on one GPU. After each run its row and a new picture
+are written, so that what has been measured is there however this ends. A run that takes longer than `--time-limit`
+stops, and its row says how far it came. The exit code is 0 if every run came to its end, whatever the verdicts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from maniple.bench import convergence, rows
-from maniple.bench.command import command_of
 from maniple.config.check import resolve_card
 from maniple.config.load import load
 from maniple.config.schema import TrainConfig
@@ -144,18 +143,8 @@ def facts(job: TrainConfig, recipe: str, words: list[str]) -> dict[str, Any]:
         "wanted_steps": job.train.steps,
         "tokens_a_step": job.train.global_batch_size * job.data.sequence_length,
         "seed": job.train.seed,
-        "command": command_of(["python", "benchmarks/convergence.py", *without_places(words)]),
+        "command": rows.command_of(["python", "benchmarks/convergence.py", *words], ("--out", "--runs", "--figure")),
     }
-
-
-def without_places(words: list[str]) -> list[str]:
-    """A command line without the options that name files and change nothing measured."""
-    kept, skip = [], False
-    for word in words:
-        if not skip and not re.match(r"--(out|runs|figure)(=|$)", word):
-            kept.append(word)
-        skip = word in ("--out", "--runs", "--figure")
-    return kept
 
 
 def device() -> str:

@@ -56,7 +56,7 @@ def main(words: list[str] | None = None) -> int:
         command.QUICK_ROUNDS if options.quick else command.ROUNDS,
         None,
         seed,
-        command.command_of(["python", "benchmarks/grouped_gemm.py", *words, *again]),
+        rows.command_of(["python", "benchmarks/grouped_gemm.py", *words, *again]),
     )
     run = partial(grouped_gemm.run, plan)
     out = options.out

@@ -7,8 +7,8 @@
     python benchmarks/whole_step.py --verdicts FILE...       # the verdicts of rows that were measured before
 
 Both train in this process, one after the other, with the same layers, sequences, micro-batches and made-up tokens. An
-optimizer step is timed from event to event, its median counts; then three more are profiled. A row is written as soon as
-it is measured. The exit code is 0 if all of ours ran, whatever the verdicts.
+optimizer step is timed from event to event, and the median counts; then three more are profiled. A row is written as
+soon as it is measured. The exit code is 0 if all of ours ran, whatever the verdicts.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from maniple.bench import rows, whole_step
-from maniple.bench.command import command_of, device_of
+from maniple.bench.command import device_of
 from maniple.bench.step_ours import Ours
 from maniple.bench.step_peer import Peer
 from maniple.errors import UserError
@@ -47,7 +46,9 @@ def main(words: list[str] | None = None) -> int:
         return 0
     recipes, plan = options.recipe or ["bf16"], plan_of(options, words)
     end = time.monotonic() + options.time_limit
-    signal.signal(signal.SIGALRM, lambda number, frame: sys.exit("whole_step.py: the time is up; what was measured is kept"))
+    signal.signal(
+        signal.SIGALRM, lambda number, frame: sys.exit("whole_step.py: the time is up; what was measured is kept")
+    )
     signal.setitimer(signal.ITIMER_REAL, options.time_limit + LATE)
     print(
         f"{plan.card.name}, {plan.card.num_layers} layers; {plan.tokens:,} tokens a step: {plan.micro_batches} x "
@@ -130,7 +131,6 @@ def plan_of(options: argparse.Namespace, words: list[str]) -> whole_step.Plan:
         layers = whole_step.fitting_layers(card, tokens, recipe, options.budget_gib * 2**30)
     if layers is not None:
         card = card.with_overrides({"num_layers": layers})
-    kept = [word for place, word in enumerate(words) if not is_place(words, place)]
     return whole_step.Plan(
         card=card,
         **asked,
@@ -138,6 +138,59 @@ def plan_of(options: argparse.Namespace, words: list[str]) -> whole_step.Plan:
         steps=options.steps,
         device=device,
         seed=options.seed,
-        command=command_of(["python", "benchmarks/whole_step.py", *kept]),
+        command=rows.command_of(["python", "benchmarks/whole_step.py", *words], ("--out", "--trace")),
         trace=options.trace,
     )
+
+
+def out_of(options: argparse.Namespace, device: torch.device) -> Path | None:
+    if options.out is not None or device.type == "cpu":
+        return options.out
+    gpu = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
+    return RESULTS / f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}-{gpu}-whole-step.jsonl"
+
+
+def show(row: rows.Row) -> None:
+    """Prints a row as lines for people."""
+    name = f"{row['implementation']} {row['recipe']}"
+    if row["not_run"]:
+        print(f"{name}: not run: {row['not_run']}", flush=True)
+        return
+    mfu = "" if row["mfu"] is None else f", {row['mfu']:.1%} MFU"
+    spread = f"{row['milliseconds_p20']:,.1f} to {row['milliseconds_p80']:,.1f}, {row['steps']} steps"
+    print(
+        f"{name}: {row['milliseconds']:,.1f} ms a step ({spread}), {row['tokens_per_second']:,.0f} tokens/s, "
+        f"{row['tflops']:.3g} TFLOP/s{mfu}, {row['peak_memory_bytes'] / 2**30:.1f} GiB, "
+        f"loss {row['first_loss']} to {row['last_loss']}; {row['note']}"
+    )
+    if profile := row["profile"]:
+        print(profiled(profile))
+    sys.stdout.flush()
+
+
+def profiled(profile: dict[str, Any]) -> str:
+    idle = ", ".join(f"{reason} {time:.1f} ms" for reason, time in profile["idle_milliseconds"].items())
+    syncs = ", ".join(f"{name} {number:.1f}" for name, number in profile["syncs"].items()) or "none"
+    lines = [
+        f"  profile: {profile['step_milliseconds']:.1f} ms a step, GPU idle {profile['idle_share']:.1%} ({idle}), "
+        f"{profile['long_gaps']:.0f} gaps over 10 us, longest {profile['longest_gap_milliseconds']:.2f} ms",
+        f"  {profile['kernels']:,.0f} kernels, {profile['copies']:,.0f} copies, {profile['launches']:,.0f} launches; "
+        f"waits of the host: {syncs}",
+    ]
+    lines += [
+        f"    {kernel['milliseconds']:8.2f} ms {kernel['share']:6.1%} {kernel['number']:7.0f} x  {kernel['name'][:110]}"
+        for kernel in profile["top"]
+    ]
+    return "\n".join(lines)
+
+
+def report(found: list[rows.Row]) -> None:
+    for verdict in whole_step.verdicts(found):
+        print(f"  {verdict}", flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UserError as error:
+        sys.exit(f"whole_step.py: {error}")

@@ -32,7 +32,7 @@ FOLDERS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
     "gpt-oss-20b": ("gpt-oss-20b", "mxfp4", NO_TYPE, ("tokenizer.json", "chat_template.jinja")),
     "Mixtral-8x7B-v0.1": ("mixtral-8x7b", "bf16", {}, ("tokenizer.model",)),
 }
-VOCABULARY = 300
+VOCABULARY = 384
 
 
 def write_all(folder: Path) -> None:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from maniple.bench.rows import Row, by_shape
 
 TORCH, DEEP_GEMM = "torch._grouped_mm", "DeepGEMM"
 OUR_BF16, OUR_FUSED = "our bf16", "our bf16 fused"
+TRANSFORMERS, LIGER = "transformers", "Liger"
 DEEPSEEK, QWEN = "deepseek-v3", "qwen3-30b-a3b"
 
 
@@ -19,7 +21,8 @@ DEEPSEEK, QWEN = "deepseek-v3", "qwen3-30b-a3b"
 class Bar:
     """`ops` of `recipe` are to be `wanted` times as fast as the fastest of `peers`; without any, `wanted` of the floor.
 
-    models: the bar is for these alone; None: for every shape.
+    models: the bar is for these alone; None: for every shape that `besides` does not name. of: what is compared, times
+    or the peak memory.
     """
 
     recipe: str
@@ -27,6 +30,11 @@ class Bar:
     peers: tuple[str, ...]
     wanted: float
     models: tuple[str, ...] | None = None
+    besides: tuple[str, ...] = ()
+    of: Literal["time", "memory"] = "time"
+
+    def is_for(self, model: str) -> bool:
+        return model in self.models if self.models is not None else model not in self.besides
 
 
 BARS = (
@@ -40,6 +48,16 @@ BARS = (
     Bar("mxfp8", ("quantize_rows", "quantize_weight"), (), 0.80),
     Bar("fp8_block", ("expert_mlp",), (OUR_BF16, OUR_FUSED), 1.30, (DEEPSEEK,)),
     Bar("fp8_block", ("expert_mlp",), (OUR_BF16, OUR_FUSED), 1.15, (QWEN,)),
+)
+# the layer whole: forward and backward
+STEP = ("layer_step",)
+LAYER_BARS = (
+    Bar("bf16", STEP, (TRANSFORMERS,), 2.10, (QWEN,)),
+    Bar("bf16", STEP, (LIGER,), 1.60, (QWEN,)),
+    Bar("bf16", STEP, (TRANSFORMERS,), 1.50, besides=(QWEN,)),
+    Bar("bf16", STEP, (TRANSFORMERS, LIGER), 1.00, (QWEN,), of="memory"),
+    Bar("bf16", STEP, (TRANSFORMERS,), 1.00, besides=(QWEN,), of="memory"),
+    Bar("fp8_block", STEP, (OUR_BF16,), 1.20, (DEEPSEEK,)),
 )
 
 
@@ -61,6 +79,7 @@ class Verdict:
 
     def __str__(self) -> str:
         of = f"x {' or '.join(self.bar.peers)}" if self.bar.peers else "of the floor"
+        of += "'s peak memory over ours" if self.bar.of == "memory" else ""
         found = "" if self.measured is None else f"{self.measured:.3f}, "
         remark = f" ({self.remark})" if self.remark else ""
         what = f"{self.bar.recipe} {self.op} {self.shape}"
@@ -72,8 +91,8 @@ def verdicts(rows: Iterable[Row]) -> list[Verdict]:
     return [
         verdict
         for shape in by_shape(rows)
-        for bar in BARS
-        if bar.models is None or shape[0]["model"] in bar.models
+        for bar in (*BARS, *LAYER_BARS)
+        if bar.is_for(shape[0]["model"])
         for op in bar.ops
         for verdict in _judge(bar, op, shape)
     ]
@@ -84,6 +103,7 @@ def _judge(bar: Bar, op: str, rows: Sequence[Row]) -> Iterator[Verdict]:
     if not contest:
         return
     name = f"{contest[0]['model']} {contest[0]['matrix']}"
+    name += f" {contest[0]['tokens']:,} tokens" if "tokens" in contest[0] else ""
     selected = next((row for row in contest if row["role"] == "selected"), None)
     if selected is None or selected["milliseconds"] is None:
         yield Verdict(bar, op, name, None, selected["not_run"] if selected else "nothing of ours takes these operands")
@@ -95,7 +115,8 @@ def _judge(bar: Bar, op: str, rows: Sequence[Row]) -> Iterator[Verdict]:
         remark = "" if selected["floor_share"] is not None else "there is no floor"
         yield Verdict(bar, op, name, selected["floor_share"], remark)
         return
-    ratios = {peer: selected["ratios"][peer] for peer in bar.peers if peer in selected["ratios"]}
+    measured = selected["peak_ratios" if bar.of == "memory" else "ratios"]
+    ratios = {peer: measured[peer] for peer in bar.peers if peer in measured}
     reasons = {row["implementation"]: row["not_run"] for row in contest}
     missing = "; ".join(
         f"{peer}: {reasons.get(peer) or 'not measured beside it'}" for peer in bar.peers if peer not in ratios

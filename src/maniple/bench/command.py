@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -55,7 +54,7 @@ def main(options: Options) -> int:
         QUICK_ROUNDS if options.quick else ROUNDS,
         options.kernels,
         options.seed,
-        command_of(["maniple", *sys.argv[1:]]),
+        rows.command_of(["maniple", *sys.argv[1:]]),
     )
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(rows.create(options.out)) if options.out else None
@@ -95,16 +94,6 @@ def report(run: Run, *, as_json: bool = False, file: IO[str] | None = None) -> t
     for row in failed:
         _say(f"{row['implementation']} {row['recipe']} {row['op']} of {row['model']} {row['matrix']}: {row['not_run']}")
     return found, 1 if failed else 0
-
-
-def command_of(words: Sequence[str]) -> str:
-    """A command line as rows keep it: without `--out`, which changes nothing and may name folders of this machine."""
-    kept, skip = [], False
-    for word in words:
-        if not skip and word != "--out" and not word.startswith("--out="):
-            kept.append(word)
-        skip = word == "--out"
-    return shlex.join(kept)
 
 
 def device_of(name: str) -> torch.device:

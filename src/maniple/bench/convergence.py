@@ -131,7 +131,7 @@ def differences(rows: Mapping[str, Row]) -> dict[str, np.ndarray]:
 
 
 def _smoothed(losses: Sequence[float | None]) -> np.ndarray:
-    """Of each step the mean with those before it, `LAST` in all or as many as there are; NaN where one was not finite."""
+    """Of each step the mean with those before it, at most `LAST` in all; NaN where one was not finite."""
     values = np.array([np.nan if loss is None else loss for loss in losses], dtype=np.float64)
     return np.array([values[max(0, end - LAST) : end].mean() for end in range(1, len(values) + 1)])
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from maniple.bench import ceilings as attained
-from maniple.bench import mlp, quantizing
+from maniple.bench import facts, mlp, quantizing
 from maniple.bench import operands as tensors
 from maniple.bench.contender import Absent, Contender
 from maniple.bench.contest import Contest, hold
@@ -20,7 +18,6 @@ from maniple.bench.peers import peers
 from maniple.bench.rows import Row
 from maniple.bench.shapes import OPS, Shape
 from maniple.errors import UserError
-from maniple.metrics.summary import environment
 
 RECIPES = tuple(BOUNDS)
 
@@ -48,7 +45,7 @@ def check_recipes(recipes: Sequence[str], device: torch.device, kernels: str | N
 
 def run(plan: Plan, progress: Callable[[str], None]) -> Iterator[list[Row]]:
     """Yields the rows of one contest after the other; `progress` is told what comes next."""
-    facts = _facts(plan)
+    about = facts.of_run(plan.device, plan.seed, plan.command, ("sgl-deep-gemm", "deep-gemm"))
     progress("measuring dense products and copies")
     ceilings = attained.measure(plan.device, rounds=plan.rounds)
     fc1: Operands | None = None
@@ -57,7 +54,7 @@ def run(plan: Plan, progress: Callable[[str], None]) -> Iterator[list[Row]]:
         operands = tensors.make(shape, plan.device, plan.seed)
         for contest in _contests(plan, operands, fc1):
             progress(f"{contest.shape.model} {contest.shape.matrix} {contest.recipe} {contest.op}")
-            yield [row | facts for row in hold(contest, ceilings, plan.device, plan.rounds)]
+            yield [row | about for row in hold(contest, ceilings, plan.device, plan.rounds)]
         fc1 = operands if shape.matrix == "fc1" else None
 
 
@@ -103,21 +100,3 @@ def _product(op: str, recipe: str, operands: Operands, kernels: str | None) -> C
         BOUNDS[recipe],
         [] if recipe == "bf16" else bf16_baseline(op, operands),
     )
-
-
-def _facts(plan: Plan) -> Row:
-    """What every row of a run says of it: where, with what, how and when."""
-    facts = environment(plan.device)
-    facts["versions"] |= {name: _version(name) for name in ("sgl-deep-gemm", "deep-gemm") if _version(name)}
-    return facts | {
-        "seed": plan.seed,
-        "command": plan.command,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -60,6 +61,17 @@ def read(path: Path) -> list[Row]:
     return rows
 
 
+def command_of(words: Sequence[str], places: Sequence[str] = ("--out",)) -> str:
+    """A command line as rows keep it: without the options `places`, which change nothing measured and may name folders
+    of this machine."""
+    kept, skip = [], False
+    for word in words:
+        if not skip and not any(word == place or word.startswith(f"{place}=") for place in places):
+            kept.append(word)
+        skip = not skip and word in places
+    return shlex.join(kept)
+
+
 def shape_key(row: Row) -> tuple[Any, ...]:
     return row["model"], row["matrix"], row["groups"], row["n"], row["k"], row["rows"]
 
@@ -86,6 +98,9 @@ def cells(row: Row) -> list[str]:
     if row["milliseconds"] is None:
         return [row["op"], row["recipe"], name, *[""] * 6, f"not run: {row['not_run']}"]
     remarks = [f"groups of multiples of {row['group_multiple']}"] if row["group_multiple"] > 1 else []
+    if peak := row.get("peak_bytes"):
+        saved = f", {row['saved_bytes'] / 2**30:.2f} of them saved" if row["saved_bytes"] else ""
+        remarks.append(f"{peak / 2**30:.2f} GiB at most{saved}")
     remarks += [row["note"]] if row["note"] else []
     return [
         row["op"],
@@ -110,7 +125,22 @@ def show(rows: Sequence[Row], console: Console | None = None) -> None:
     for row in rows:
         table.add_row(*cells(row))
     console.print(table)
+    for row in rows:
+        for line in spent(row):
+            console.print(line)
     console.print()
+
+
+def spent(row: Row) -> list[str]:
+    """Where a layer's time goes, as lines: by stage, and by kernel. None where a row does not say it."""
+    lines = []
+    if stages := row.get("stages"):
+        parts = ", ".join(f"{stage} {took:.3f}" for stage, took in stages.items())
+        lines.append(f"{row['recipe']} {row['implementation']}, ms by stage ({sum(stages.values()):.3f}): {parts}")
+    if kernels := row.get("kernels"):
+        parts = ", ".join(f"{name[:60]} {took:.3f} ({count})" for name, count, took in kernels)
+        lines.append(f"{row['recipe']} {row['implementation']}, ms by kernel (launches): {parts}")
+    return lines
 
 
 def by_shape(rows: Iterable[Row]) -> list[list[Row]]:

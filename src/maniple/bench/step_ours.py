@@ -52,9 +52,7 @@ class Ours:
         self.stats: Any = None
 
     def step(self) -> float:
-        self.stats = self.train_step(
-            self.chunks, self.optimizer, self.scheduler, [self.batches], self.job, self.device
-        )
+        self.stats = self.train_step(self.chunks, self.optimizer, self.scheduler, [self.batches], self.job, self.device)
         return self.stats.loss
 
     def facts(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a profiler's trace says of a training step: how long the GPU works, what it waits for, which kernels take longest.
+"""What a profiler's trace says of a training step: how long the GPU works, what it waits for, what takes longest.
 
 Read from a Chrome trace as torch.profiler exports it, times there in microseconds. No torch but in `record`.
 """
@@ -33,7 +33,7 @@ class Span:
 
 
 def record(step: Callable[[], object], steps: int, device: Any, path: Path) -> None:
-    """Runs `step` once, since the profiler begins slowly, and `steps` times between marks; writes the trace. On a GPU."""
+    """Runs `step` once, since the profiler begins slowly, then `steps` times between marks; writes the trace. GPU."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import itertools
 import shutil
 import tempfile
 import time
@@ -29,7 +30,9 @@ OURS, PEER = "maniple", "transformers"
 BAR_SPEED = 1.4  # times the peer's tokens a second, in bf16
 BAR_IDLE = 0.03  # of a step
 PROFILED = 3  # steps
-_PARAMETER_BYTES = 2 + 4 + 4 + 8 + 4  # bf16, its gradient, main parameter, moments, and what Adam's update takes at once
+_PARAMETER_BYTES = (
+    2 + 4 + 4 + 8 + 4
+)  # bf16, its gradient, main parameter, moments, and what Adam's update takes at once
 _QUANTIZED_BYTES = 2  # both orientations in 8 bits, of layers in low precision
 _LOGIT_BYTES = 2 + 4 + 4 + 2  # bf16 and fp32 logits and their gradients
 _SLACK = 4 * 2**30  # what lives within one layer's backward pass, and the allocator's rounding
@@ -58,7 +61,7 @@ class Plan:
 
 
 class Contestant(Protocol):
-    """Somebody's training. step: one optimizer step, whose loss (nats a token, a scalar) need not be ready on return."""
+    """Somebody's training. step: one optimizer step; its loss (nats a token, a scalar) need not be ready on return."""
 
     name: str
     recipe: str
@@ -72,7 +75,7 @@ class Contestant(Protocol):
 
 
 def batches(plan: Plan) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Tokens and labels, int64 `[B, S]` in host memory, page-locked for a GPU: made up, the same for every contestant."""
+    """Tokens and labels, int64 `[B, S]` in host memory, page-locked for a GPU: made up, the same for everyone."""
     generator = torch.Generator().manual_seed(plan.seed)
     while True:
         shape = plan.micro_batch_size, plan.sequence_length + 1
@@ -83,7 +86,7 @@ def batches(plan: Plan) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 def fitting_layers(card: ModelCard, tokens: int, recipe: str, budget: float) -> int:
     """Decoder layers that one GPU trains in `budget` bytes with micro-batches of `tokens`, by a rough count from above:
-    22 bytes a parameter, all that a layer makes in bf16, and the logits in fp32 too. Raises UserError for none."""
+    all that a layer makes in bf16, and the logits in fp32 too. Raises UserError if not one fits."""
     count = counting.count(card)
     of_layer = sum(count.layers[-1].values())
     heads = (card.num_heads + 2 * card.num_kv_heads) * card.head_dim
@@ -117,7 +120,7 @@ def measure(contestant: Contestant, plan: Plan, until: float) -> Row:
     if on_gpu:
         torch.cuda.synchronize(plan.device)
     peak = peak_memory_bytes(plan.device)
-    took = [_between(*pair) for pair in zip(moments[:-1], moments[1:], strict=True)]
+    took = [_between(*pair) for pair in itertools.pairwise(moments)]
     profile = None
     if on_gpu and took and time.monotonic() < until:
         profile = _profile(contestant, plan)

@@ -8,7 +8,7 @@ What is kept for it are the hidden states and two numbers a token. An implementa
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -92,7 +92,7 @@ class _Settings(NamedTuple):
     exchange: Exchange | None
     fuse: bool
     chunk: int
-    implementation: object
+    implementation: Any
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -115,11 +115,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         hidden, w_VD, labels_T, lse_T = ctx.saved_tensors
-        settings, needs_h, needs_w = ctx.settings, *ctx.needs_input_grad[:2]
+        settings: _Settings = ctx.settings
+        needs_h, needs_w = ctx.needs_input_grad[:2]
         whole = hidden if settings.exchange is None else settings.exchange.gather(hidden)
         h_TD = whole.reshape(-1, whole.shape[-1])
         grad_h_TD = torch.empty_like(h_TD) if needs_h else None
-        total_VD = w_VD.main_grad if settings.fuse else None
+        total_VD: torch.Tensor | None = w_VD.main_grad if settings.fuse else None
         for start in range(0, h_TD.shape[0], settings.chunk):
             at = slice(start, start + settings.chunk)
             grad_CV = settings.implementation.gradient(h_TD[at] @ w_VD.T, labels_T[at], lse_T[at], grad.reshape(-1)[at])
@@ -136,7 +137,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if settings.fuse:
             w_VD.grad_added_to_main_grad = True
             grad_w_VD = torch.empty_like(w_VD)
-        elif needs_w:
+        elif total_VD is not None:
             grad_w_VD = total_VD.to(w_VD.dtype)
         return None if received is None else received(), grad_w_VD, None, None
 

@@ -110,7 +110,7 @@ def _what_it_is(folder: Path) -> str:
         newest, _ = newest_first(all_of(folder) or all_in(folder))
         return f"it holds checkpoints and is none: {f'take its newest, {newest[0][0]}' if newest else 'none is whole'}"
     if "config.json" in names and any(name.endswith((".safetensors", ".bin")) for name in names):
-        return "it is a Hugging Face model, which holds weights alone"
+        return "it is a Hugging Face model: make a checkpoint of it with maniple convert from-hf"
     if "latest_checkpointed_iteration.txt" in names or {BACKEND, INDEX} <= names:
         return f"it is a checkpoint of Megatron-LM, without {MANIFEST}"
     if INDEX in names:

@@ -17,6 +17,7 @@ from maniple.config.schema import TrainConfig
 from maniple.engines.megatron.checkpoint import agreement, files, tensors
 from maniple.engines.megatron.checkpoint import state as checkpoint_state
 from maniple.engines.megatron.checkpoint.agreement import agree, from_rank_0
+from maniple.engines.megatron.checkpoint.saved_card import check_same
 from maniple.errors import UserError
 from maniple.models.card import ModelCard
 
@@ -97,12 +98,7 @@ def load(folder: Path, chunks, optimizer, scheduler, *, card: ModelCard, job: Tr
 
 
 def _check_alike(folder: Path, manifest: dict[str, Any], card: ModelCard, job: TrainConfig) -> None:
-    ours, theirs = card.model_dump(mode="json"), manifest["card"]
-    different = sorted(key for key in ours if key not in ("name", "published") and ours[key] != theirs.get(key))
-    if different:
-        raise UserError(
-            f"checkpoint {folder} is of another model ({theirs.get('name')}): {', '.join(different)} differ"
-        )
+    check_same(folder, manifest, card)
     mine = job.precision.dtype
     saved = manifest["job"].get("precision", {}).get("dtype", mine)
     if saved != mine:

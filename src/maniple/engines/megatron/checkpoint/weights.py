@@ -10,13 +10,12 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from maniple.config.schema import TrainConfig
 from maniple.engines.megatron.checkpoint import agreement, files, tensors
 from maniple.engines.megatron.checkpoint import state as checkpoint_state
 from maniple.engines.megatron.checkpoint.agreement import agree, from_rank_0
 from maniple.engines.megatron.checkpoint.index import Index
+from maniple.engines.megatron.checkpoint.saved_card import saved_card
 from maniple.errors import UserError
 from maniple.models.card import ModelCard
 from maniple.models.huggingface import forward_differences
@@ -62,11 +61,7 @@ def load(folder: Path, chunks, optimizer, *, card: ModelCard, job: TrainConfig) 
 
 def _check_card(folder: Path, manifest: dict[str, Any], card: ModelCard) -> bool:
     """Whether MTP layers are to be left out. Raises UserError if the model is another."""
-    try:
-        theirs = ModelCard.model_validate(manifest["card"])
-    except ValidationError as error:
-        key = ".".join(str(part) for part in error.errors()[0]["loc"])[:80]
-        raise files.damaged(folder, f"its model card is none: {key!a} is not as it should be") from None
+    theirs = saved_card(folder, manifest)
     different = forward_differences(card, theirs)
     without_mtp = "num_mtp_layers" in different and card.num_mtp_layers == 0
     if without_mtp:
