@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from megatron.core.optimizer import (
     MegatronOptimizer,
     OptimizerConfig,
@@ -36,6 +37,8 @@ def build_optimizer(chunks: list, job: TrainConfig) -> tuple[MegatronOptimizer, 
     # the biases of stacked experts are matrices under other names
     overrides[ParamKey(name=("*.b13", "*.b2"))] = ParamGroupOverride(wd_mult=0.0)
     optimizer = get_megatron_optimizer(config, chunks, config_overrides=overrides, use_gloo_process_groups=False)
+    for part in parts(optimizer):
+        _fuse(part.optimizer)
     steps = job.train.steps
     warmup = min(section.warmup_steps, steps - 1)
     scheduler = OptimizerParamScheduler(
@@ -55,3 +58,16 @@ def build_optimizer(chunks: list, job: TrainConfig) -> tuple[MegatronOptimizer, 
     )
     scheduler.step(0)
     return optimizer, scheduler
+
+
+def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers that one is made of: of dense parameters, and of experts."""
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def _fuse(optimizer: torch.optim.Optimizer | None) -> None:
+    """One pass over weights, gradients and moments where torch's Adam has a kernel for it: without Apex or Transformer
+    Engine upstream takes that class with its defaults (optimizer/__init__.py), a dozen passes."""
+    if type(optimizer) is torch.optim.AdamW:  # None: a rank without parameters
+        for group in optimizer.param_groups:
+            group["fused"], group["foreach"] = True, False

@@ -25,6 +25,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
+from maniple.engines.megatron.optimizer import parts
+
 State = dict[Any, Any]
 # upstream's names of main weights begin so: the distributed optimizer's, the others'
 _MAIN, _OTHERS_MAIN = "optimizer.state.param.", "optimizer.state.fp32_param."
@@ -49,9 +51,9 @@ def sharded(
 
 def load(optimizer: MegatronOptimizer, tensors: State, rest: State, step: int) -> None:
     """Fills the optimizer with the loaded tensors, `step` updates after its start."""
-    parts = _parts(optimizer)
-    for index, part in enumerate(parts):
-        own = rest if len(parts) == 1 else rest[index]
+    every = parts(optimizer)
+    for index, part in enumerate(every):
+        own = rest if len(every) == 1 else rest[index]
         if isinstance(part, DistributedOptimizer):
             for group in own["optimizer"]["param_groups"]:
                 group["step"] = float(step)
@@ -62,17 +64,18 @@ def load(optimizer: MegatronOptimizer, tensors: State, rest: State, step: int) -
             inner: State = own.get("optimizer") or own
             inner.setdefault("state", {})["common_step"] = torch.tensor(float(step))
     optimizer.load_state_dict(merge(rest, tensors))
-    for part in parts:
+    for part in every:
         if isinstance(part, DistributedOptimizer):
             del part._set_main_param_and_optimizer_states
-            for state in part.optimizer.state.values():
-                state["step"] = state["step"].clone()  # upstream gave all of them one tensor, which each would count up
+            for weight, state in part.optimizer.state.items():
+                # upstream gave all of them one tensor, which each would count up; the fused kernel wants it beside them
+                state["step"] = state["step"].to(weight.device, copy=True)
 
 
 def start_from(optimizer: MegatronOptimizer, weights: dict[torch.nn.Parameter, torch.Tensor]) -> None:
     """Sets the main weights that the optimizer has beside the model's own bf16 ones. weights: whole on this rank, by
     the model's parameter."""
-    for part in _parts(optimizer):
+    for part in parts(optimizer):
         if isinstance(part, DistributedOptimizer):
             groups = part.model_float16_groups, part.shard_fp32_from_float16_groups
         elif isinstance(part, Float16OptimizerWithFloat16Params):
@@ -102,12 +105,8 @@ def _set_all_but_step(part: DistributedOptimizer, model_param: torch.Tensor, ten
 def _allocate(optimizer: MegatronOptimizer) -> None:
     """Adam makes its state in its first step, but upstream (distrib_optimizer.py, `state_dict`) reads a step from it
     even to say what is to be loaded."""
-    for part in _parts(optimizer):
+    for part in parts(optimizer):
         if isinstance(part, DistributedOptimizer):
             part.init_state_fn(part.optimizer, part.config)
-            for state in part.optimizer.state.values():
-                state.setdefault("step", torch.tensor(0.0))
-
-
-def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    return getattr(optimizer, "chained_optimizers", [optimizer])
+            for weight, state in part.optimizer.state.items():
+                state.setdefault("step", torch.zeros((), device=weight.device))
