@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import re
 import signal
 import subprocess
 import sys
@@ -23,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from maniple.bench import convergence, rows
+from maniple.bench.command import device_of
+from maniple.bench.facts import file_name, of_run
 from maniple.config.check import resolve_card
 from maniple.config.load import load
 from maniple.config.schema import TrainConfig
@@ -55,18 +56,20 @@ def main(words: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     changes = [*(TINY if options.tiny else []), *options.set, f"train.seed={options.seed}"]
     job = load(JOB, changes).config
-    now = datetime.datetime.now(datetime.UTC)
-    folder = options.runs or ROOT / "runs" / f"convergence-{now:%Y%m%d-%H%M%S}"
+    device = device_of("cpu" if options.tiny else "auto")
+    if device.type == "cpu" and not options.tiny:
+        raise UserError("torch sees no GPU: add --tiny for a toy on the CPU")
+    folder = options.runs or ROOT / "runs" / f"convergence-{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}"
     if any((folder / recipe).exists() for recipe in recipes):
         raise UserError(f"--runs {folder} holds such runs already: name another folder")
     picture = options.figure or (folder / PICTURE.name if options.tiny else PICTURE)
-    found, codes = [], []
+    words = ["python", "benchmarks/convergence.py", *words]
+    run_facts = of_run(device, job.train.seed, rows.command_of(words, ("--out", "--runs", "--figure")), [])
+    found: list[rows.Row] = []
+    codes = []
     with contextlib.ExitStack() as stack:
-        file = None
-        if options.out or not options.tiny:
-            file = stack.enter_context(
-                rows.create(options.out or RESULTS / f"{now:%Y-%m-%d}-{device()}-convergence.jsonl")
-            )
+        out = options.out or (None if options.tiny else RESULTS / file_name(device, "convergence"))
+        file = stack.enter_context(rows.create(out)) if out else None
         for recipe in recipes:
             command = [sys.executable, "-m", "maniple", "train", str(JOB), "--nproc", "1", *changes]
             command += [f"precision.recipe={recipe}", f"name={recipe}", f"output_dir={folder}"]
@@ -74,9 +77,7 @@ def main(words: list[str] | None = None) -> int:
             try:
                 codes.append(run(command, options.time_limit))
             finally:  # also after Ctrl-C: what the run came to is kept
-                row = convergence.row_of(folder / recipe, **facts(job, recipe, words))
-                row["hardware"] = row["hardware"] or environment()["hardware"]
-                row["versions"] = row["versions"] or environment()["versions"]
+                row = convergence.row_of(folder / recipe, **facts(job, recipe), **run_facts)
                 found.append(row)
                 if file:
                     rows.write(file, row)
@@ -115,22 +116,29 @@ def parser() -> argparse.ArgumentParser:
 def run(command: list[str], time_limit: float) -> int:
     """Runs a training job, which stops by itself after `time_limit` seconds of training; one that does not is asked to
     stop, then killed. Its exit code. It never outlives this call."""
-    with subprocess.Popen(command, cwd=ROOT) as process:
+    longest = time_limit + 3 * GRACE  # imports, corpus and tokenizer come before the training
+    process = subprocess.Popen(command, cwd=ROOT)
+    try:
+        return process.wait(longest)
+    except subprocess.TimeoutExpired:
+        print(f"convergence.py: asking the run to stop after {longest:.0f} s", file=sys.stderr)
+        return end(process)
+    finally:
+        end(process)
+
+
+def end(process: subprocess.Popen) -> int:
+    """Its exit code, once it has ended: a job saves and ends by SIGTERM, and its workers end with it."""
+    if process.poll() is None:
+        process.terminate()
         try:
-            return process.wait(time_limit + 3 * GRACE)  # imports, corpus and tokenizer come before the training
+            process.wait(GRACE)
         except subprocess.TimeoutExpired:
-            print(f"convergence.py: asking the run to stop after {time_limit + 3 * GRACE:.0f} s", file=sys.stderr)
-            process.terminate()
-            return process.wait(GRACE)
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(GRACE)
-                process.kill()  # its workers end with it
+            process.kill()
+    return process.wait()
 
 
-def facts(job: TrainConfig, recipe: str, words: list[str]) -> dict[str, Any]:
+def facts(job: TrainConfig, recipe: str) -> dict[str, Any]:
     """What a row says of its job."""
     card = resolve_card(job)
     count = counting.count(card)
@@ -142,25 +150,7 @@ def facts(job: TrainConfig, recipe: str, words: list[str]) -> dict[str, Any]:
         "flops_per_token": flops.training_flops_per_token(card, job.data.sequence_length),
         "wanted_steps": job.train.steps,
         "tokens_a_step": job.train.global_batch_size * job.data.sequence_length,
-        "seed": job.train.seed,
-        "command": rows.command_of(["python", "benchmarks/convergence.py", *words], ("--out", "--runs", "--figure")),
     }
-
-
-def device() -> str:
-    """The GPU's name as part of a file's; "cpu" without one."""
-    import torch
-
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
-def environment() -> dict[str, Any]:
-    import torch
-
-    from maniple.metrics import environment
-
-    return environment("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def report(found: list[rows.Row], picture: Path) -> None:

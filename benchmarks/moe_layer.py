@@ -13,15 +13,13 @@ if everything of ours ran and was right, whatever the verdicts.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
-import re
 import sys
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch
-
-from maniple.bench import bars, command, layer_shapes, moe_layer, rows
+from maniple.bench import bars, command, facts, layer_shapes, moe_layer, rows
 from maniple.errors import UserError
 
 RESULTS = Path(__file__).parent / "results"
@@ -34,7 +32,8 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, help="of the random shapes and operands; default: today's date")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--no-liger", action="store_true", help="leave Liger out")
-    parser.add_argument("--limit", type=float, default=300.0, metavar="SECONDS", help="default: 300")
+    parser.add_argument("--variants", action="store_true", help="all of ours at every shape, not at the first alone")
+    parser.add_argument("--limit", type=float, default=240.0, metavar="SECONDS", help="default: 240")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/DATE-GPU-moe-layer.jsonl; CPU: none")
     parser.add_argument("--verdicts", type=Path, nargs="+", metavar="FILE", help="measure nothing, judge these rows")
     words = sys.argv[1:] if words is None else words
@@ -44,8 +43,7 @@ def main(words: list[str] | None = None) -> int:
         return 0
 
     device = command.device_of("auto")
-    today = datetime.datetime.now(datetime.UTC)
-    seed = int(f"{today:%Y%m%d}") if options.seed is None else options.seed
+    seed = int(f"{datetime.datetime.now(datetime.UTC):%Y%m%d}") if options.seed is None else options.seed
     again = [] if options.seed is not None else ["--seed", str(seed)]
     shapes = [shape for part in options.only or layer_shapes.PARTS for shape in layer_shapes.of_part(part, seed)]
     print(f"seed {seed}")
@@ -58,20 +56,22 @@ def main(words: list[str] | None = None) -> int:
         rows.command_of(["python", "benchmarks/moe_layer.py", *words, *again]),
         not options.no_liger,
         options.limit,
+        options.variants,
     )
-    run = partial(moe_layer.run, plan)
     out = options.out
     if out is None and device.type == "cuda":
-        gpu = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
-        part = f"-{'-'.join(options.only)}" if options.only else ""
-        out = RESULTS / f"{today:%Y-%m-%d}-{gpu}-moe-layer{part}.jsonl"
-    if out is None:
-        found, code = command.report(run)
-    else:
-        with rows.create(out) as file:
-            found, code = command.report(run, file=file)
-    judge(found)
-    return code
+        out = RESULTS / facts.file_name(device, "-".join(["moe-layer", *(options.only or ())]))
+    found: list[rows.Row] = []
+
+    def run(progress: Callable[[str], None]) -> Iterator[list[rows.Row]]:
+        for contest in moe_layer.run(plan, progress):
+            found.extend(contest)
+            yield contest
+
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(rows.create(out)) if out else None
+        stack.callback(judge, found)  # of what there is, however the run ends
+        return command.report(run, file=file)[1]
 
 
 def judge(found: list[rows.Row]) -> None:

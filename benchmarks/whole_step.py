@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
-import re
 import signal
 import sys
 import time
@@ -28,6 +26,7 @@ import torch
 
 from maniple.bench import rows, whole_step
 from maniple.bench.command import device_of
+from maniple.bench.facts import file_name
 from maniple.bench.step_ours import Ours
 from maniple.bench.step_peer import Peer
 from maniple.errors import UserError
@@ -146,8 +145,7 @@ def plan_of(options: argparse.Namespace, words: list[str]) -> whole_step.Plan:
 def out_of(options: argparse.Namespace, device: torch.device) -> Path | None:
     if options.out is not None or device.type == "cpu":
         return options.out
-    gpu = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
-    return RESULTS / f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}-{gpu}-whole-step.jsonl"
+    return RESULTS / file_name(device, "whole-step")
 
 
 def show(row: rows.Row) -> None:
@@ -165,6 +163,8 @@ def show(row: rows.Row) -> None:
     )
     if profile := row["profile"]:
         print(profiled(profile))
+        waits = ", ".join(f"{place} {number} x" for place, number in row["host_waits"].items()) or "none"
+        print(f"  the host waits at: {waits}")
     sys.stdout.flush()
 
 

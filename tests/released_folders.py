@@ -35,14 +35,19 @@ FOLDERS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
 VOCABULARY = 384
 
 
+def write(folder: Path, name: str, tokenizer: bytes = b"{}") -> None:
+    """The one of `FOLDERS` that has this name, as `folder`. tokenizer: the content of its `tokenizer.json`."""
+    _write(folder, *FOLDERS[name], tokenizer=tokenizer, seed=list(FOLDERS).index(name))
+
+
 def write_all(folder: Path) -> None:
     """Each of `FOLDERS` in `folder/released`, and damaged ones in `folder/damaged`."""
     texts = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))]
     train_bpe(texts, VOCABULARY, folder / "tokenizer.json")
     tokenizer = (folder / "tokenizer.json").read_bytes()
     released, damaged = folder / "released", folder / "damaged"
-    for number, (name, facts) in enumerate(FOLDERS.items()):
-        _write(released / name, *facts, tokenizer=tokenizer, seed=number)
+    for name in FOLDERS:
+        write(released / name, name, tokenizer)
     for name, source in {
         "a-file-is-missing": "Qwen3-30B-A3B",
         "three-layers-said": "Qwen3-30B-A3B",

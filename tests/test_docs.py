@@ -30,7 +30,6 @@ from maniple.config import reference
 from maniple.config.check import check, resolve_card
 from maniple.config.load import load
 from maniple.config.schema import TrainConfig
-from maniple.models import list_cards, load_card
 from maniple.models.table import rows
 
 ROOT = Path(__file__).parents[1]
@@ -406,15 +405,6 @@ def test_every_page_is_in_the_table_of_contents():
     assert len(pages) + 1 == len(PAGES)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if "`tests/" in page.read_text(encoding="utf-8")], ids=name_of)
-def test_every_test_that_a_page_names_is_there(page):
-    for name in set(re.findall(r"`(tests/[^`]+?\.py(?:::\w+)?)`", page.read_text(encoding="utf-8"))):
-        file, _, function = name.partition("::")
-        assert (ROOT / file).is_file(), name
-        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-        assert not function or function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, name
-
-
 @pytest.mark.parametrize("page", TEXTS, ids=name_of)
 def test_no_path_of_some_machine(page):
     folders = "work|root|tmp|home|Users|mnt|opt|scratch|var|usr|etc|nfs"
@@ -493,12 +483,6 @@ def _imported(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             names.append(node.module or "")
     return {name.split(".")[1] for name in names if name.startswith("maniple.")}
-
-
-def test_every_card_is_on_one_familys_page():
-    pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "families").glob("*.md")]
-    shown = [found for page in pages for found in re.findall(r"^\| `([^`]+)` \| (\S+/\S+) \|$", page, re.MULTILINE)]
-    assert sorted(shown) == [(name, load_card(name).huggingface) for name in list_cards()]
 
 
 def test_every_redirect_of_the_cpu_device_is_explained():

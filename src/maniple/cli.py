@@ -179,6 +179,44 @@ def grouped_gemm(
     )
 
 
+@bench_app.command("moe-layer", cls=Command)
+def moe_layer(
+    model: Annotated[str, typer.Option(help="model card whose layer is measured")] = "qwen3-30b-a3b",
+    variant: Annotated[
+        str | None, typer.Option(metavar="full|tiny", help="the model's sizes; default: full on a GPU, tiny on a CPU")
+    ] = None,
+    expert_parallel_size: Annotated[int, typer.Option(help="ranks that the experts are spread over")] = 1,
+    tokens: Annotated[int | None, typer.Option(help="tokens a rank; default: 16,384 on a GPU, 64 on a CPU")] = None,
+    recipe: Annotated[
+        list[str] | None, typer.Option(help="bf16, fp8, fp8_block or mxfp8, may be repeated; default: all")
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="auto|cpu|gpu", help="what to measure")] = "auto",
+    quick: Annotated[bool, typer.Option("--quick", help="fewer rounds")] = False,
+    liger: Annotated[bool, typer.Option(help="--no-liger: without the minutes that it takes to choose kernels")] = True,
+    seed: Annotated[int, typer.Option(help="of the operands")] = 0,
+    as_json: AsJson = False,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="write the rows there too, as JSON lines")] = None,
+) -> int:
+    """Measure a model's MoE layer, router to combine, beside transformers' and Liger's, in turns in one process."""
+    from maniple.bench import layer_command
+
+    return layer_command.main(
+        layer_command.Options(
+            model=model,
+            variant=variant,
+            tokens=tokens,
+            expert_parallel_size=expert_parallel_size,
+            recipes=recipe or (),
+            device=device,
+            quick=quick,
+            liger=liger,
+            seed=seed,
+            as_json=as_json,
+            out=out,
+        )
+    )
+
+
 @app.command(cls=Command)
 def preflight(
     config: OptionalConfig = None, overrides: Overrides = None, set_: Set = None, as_json: AsJson = False

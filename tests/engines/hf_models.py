@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from maniple import cli
 from maniple.engines.megatron.checkpoint.index import read_index
 from maniple.engines.megatron.huggingface import families
 from maniple.models import load_card
@@ -66,3 +67,14 @@ def contents(folder: Path) -> dict[str, Any]:
         del manifest["saved"], manifest["sha256"], manifest["files"][".metadata"]
         found["maniple.json"] = manifest
     return found
+
+
+def refused(capsys, *words: object) -> str:
+    """The one line that the command line ends with, and exit code 2."""
+    assert cli.main([str(word) for word in words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("maniple: error: ")
+    assert err.count("\n") == 1
+    assert len(err) < 700
+    return err

@@ -1,4 +1,4 @@
-"""Head and loss in one on a GPU: numbers of torch's own cross-entropy, at the sizes of models, and the memory it takes."""
+"""Head and loss in one on a GPU: numbers of torch's own cross-entropy at the sizes of models, and the memory taken."""
 
 from __future__ import annotations
 

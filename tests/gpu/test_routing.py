@@ -86,8 +86,10 @@ def test_ties_are_the_oracles_bit_for_bit(spec):
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_identical_logits_go_to_the_lowest_ids(spec):
-    got = route(torch.full((100, spec.num_experts), 0.25, device="cuda"), spec, **MINE)
-    assert torch.equal(got.ids_TK, torch.arange(spec.topk, device="cuda").expand(100, -1))
+    signs = torch.where(random(1, spec.num_experts) > 0, 0.0, -0.0)  # zero of either sign is one logit
+    for logits_E in (torch.full_like(signs, 0.25), signs):
+        got = route(logits_E.repeat(100, 1), spec, **MINE)
+        assert torch.equal(got.ids_TK, torch.arange(spec.topk, device="cuda").expand(100, -1))
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)

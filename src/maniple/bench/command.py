@@ -17,10 +17,11 @@ from maniple.bench import grouped_gemm, rows
 from maniple.bench.rows import Row
 from maniple.bench.shapes import Shape, of_model
 from maniple.errors import UserError
-from maniple.models import load_card
+from maniple.models import ModelCard, load_card
 
 GPU_TOKENS, CPU_ROWS = 8192, 256
 ROUNDS, QUICK_ROUNDS = 30, 7
+Run = Callable[[Callable[[str], None]], Iterable[list[Row]]]  # is told whom to tell what comes next; rows of contests
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,8 @@ def main(options: Options) -> int:
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(rows.create(options.out)) if options.out else None
         if device.type == "cpu":
-            _say("this is a CPU: the reference implementation is measured, which says nothing about the kernels' speed")
+            say("this is a CPU: the reference implementation is measured, which says nothing about the kernels' speed")
         return report(partial(grouped_gemm.run, plan), as_json=options.as_json, file=file)[1]
-
-
-Run = Callable[[Callable[[str], None]], Iterable[list[Row]]]  # told whom to tell what comes next; rows of contests
 
 
 def report(run: Run, *, as_json: bool = False, file: IO[str] | None = None) -> tuple[list[Row], int]:
@@ -92,7 +90,7 @@ def report(run: Run, *, as_json: bool = False, file: IO[str] | None = None) -> t
             rows.show(current)
     failed = [row for row in found if row["role"] == "selected" and row["failed"]]
     for row in failed:
-        _say(f"{row['implementation']} {row['recipe']} {row['op']} of {row['model']} {row['matrix']}: {row['not_run']}")
+        say(f"{row['implementation']} {row['recipe']} {row['op']} of {row['model']} {row['matrix']}: {row['not_run']}")
     return found, 1 if failed else 0
 
 
@@ -105,15 +103,20 @@ def device_of(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def shapes_of(options: Options, device: torch.device) -> list[Shape]:
-    """The model's shapes: on a CPU of its tiny variant with few rows, unless the options say otherwise."""
-    card = load_card(options.model)
-    variant = options.variant or ("full" if device.type == "cuda" else "tiny")
+def card_of(model: str, variant: str | None, device: torch.device) -> ModelCard:
+    """The model's card: its tiny variant on a CPU, unless `variant` is given."""
+    card = load_card(model)
+    variant = variant or ("full" if device.type == "cuda" else "tiny")
     if variant not in ("full", "tiny"):
         raise UserError(f"--variant {variant}: give full or tiny")
+    return card.tiny() if variant == "tiny" else card
+
+
+def shapes_of(options: Options, device: torch.device) -> list[Shape]:
+    """The model's shapes: on a CPU of its tiny variant with few rows, unless the options say otherwise."""
+    card = card_of(options.model, options.variant, device)
     if options.tokens is not None and options.rows is not None:
         raise UserError("--tokens and --rows say the same twice: rows are tokens times the experts of each; give one")
-    card = card.tiny() if variant == "tiny" else card
     if options.rows is not None:
         count = options.rows
     elif options.tokens is not None:
@@ -143,5 +146,5 @@ class _Progress:
             self._status.stop()
 
 
-def _say(message: str) -> None:
+def say(message: str) -> None:
     print(f"bench: {message}", file=sys.stderr)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import datetime
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ def row_of(run_dir: Path, **facts: Any) -> Row:
 
     losses: nats a token of steps 1, 2, ..., None where one was not finite. validation: [step, loss] pairs. last_loss:
     mean of the last steps' losses. Speeds are medians of the second half. facts: what else the row says: `recipe`,
-    `wanted_steps`, `seed`, `tokens_a_step` and `parameters` at least.
+    `wanted_steps`, `tokens_a_step`, `parameters`, and what `of_run` says of every row.
     """
     records = list(iter_metrics(run_dir / "metrics.jsonl")) if (run_dir / "metrics.jsonl").exists() else []
     training = [record for record in records if "loss" in record]
@@ -50,9 +49,8 @@ def row_of(run_dir: Path, **facts: Any) -> Row:
         "mfu": _median([record["mfu"] for record in settled if record["mfu"] is not None]),
         "peak_memory_bytes": last.get("peak_memory_bytes"),
         "data": last.get("data"),
-        **{key: told.get(key) for key in ("precision", "seconds", "stopped", "hardware", "versions")},
+        **{key: told.get(key) for key in ("precision", "seconds", "stopped")},
         "sources": sources.digests(),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 
 
@@ -80,26 +78,36 @@ class Verdict:
         return not self.missing and self.difference is not None and abs(self.difference) <= BAR
 
     def __str__(self) -> str:
-        came = "" if self.difference is None else f"{self.difference:+.2%} of {BASELINE}'s"
+        came = "" if self.difference is None else f"{self.difference:+.3%} of {BASELINE}'s"
         said = f"not shown: {self.missing}" if self.missing else "holds" if self.holds else "fails"
         return f"{self.recipe:9} {self.what:24} {came:18} (within {BAR:.1%}): {said}"
 
 
 def verdicts(rows: Sequence[Row]) -> Iterator[Verdict]:
-    """What each recipe's row came to beside bf16's, in the last steps of training and on validation text."""
+    """What each recipe's row came to beside bf16's, in the last steps of training that both have, and on validation."""
     found = {row["recipe"]: row for row in rows if row["benchmark"] == BENCHMARK}
     base = found.get(BASELINE)
     for recipe, row in found.items():
         if recipe == BASELINE:
             continue
         missing = _missing(base, row)
-        known = base is not None and _same_job(base) == _same_job(row)
-        for what, key in ((f"mean of {LAST} last steps", "last_loss"), ("validation", "validation_loss")):
-            ours, theirs = row[key], base[key] if known and base is not None else None
+        both: Iterable[tuple[float | None, float | None]] = [(None, None)] * 2
+        if base is not None and _same_job(base) == _same_job(row):
+            both = _common(base, row)
+        for what, (theirs, ours) in zip((f"mean of {LAST} last steps", "validation"), both, strict=True):
             if ours is None or theirs is None:
                 yield Verdict(recipe, what, None, missing or "no finite loss")
             else:
                 yield Verdict(recipe, what, ours / theirs - 1, missing)
+
+
+def _common(base: Row, row: Row) -> Iterator[tuple[float | None, float | None]]:
+    """Both losses at the last step, and at the last validation, that both came to."""
+    steps = min(base["steps"], row["steps"])
+    yield last_mean(base["losses"][:steps]), last_mean(row["losses"][:steps])
+    theirs, ours = dict(base["validation"]), dict(row["validation"])
+    at = max(theirs.keys() & ours.keys(), default=None)
+    yield theirs.get(at), ours.get(at)
 
 
 def _missing(base: Row | None, row: Row) -> str:
@@ -177,7 +185,7 @@ def _draw_differences(axes: Any, shares: Mapping[str, np.ndarray]) -> None:
     for recipe, share in shares.items():
         percent = 100 * share
         at_last = percent[-1] if len(percent) else np.nan
-        label = f"{recipe}  {at_last:+.2f} %" if np.isfinite(at_last) else recipe
+        label = f"{recipe}  {at_last:+.3f} %" if np.isfinite(at_last) else recipe
         axes.plot(np.arange(1, len(percent) + 1), percent, color=_COLORS.get(recipe), lw=1.5, label=label)
         settled = np.abs(percent[len(percent) // 5 :])  # at first, while the loss falls steeply, runs lie further apart
         largest = max(largest, float(np.nanmax(settled)) if np.isfinite(settled).any() else 0.0)

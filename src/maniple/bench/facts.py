@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import re
 from collections.abc import Iterable
 
 import torch
@@ -21,6 +22,13 @@ def of_run(device: torch.device, seed: int, command: str, packages: Iterable[str
         "command": command,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
+
+
+def file_name(device: torch.device, benchmark: str) -> str:
+    """Of a run's rows: DATE-GPU-BENCHMARK.jsonl."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    gpu = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}-{gpu}-{benchmark}.jsonl"
 
 
 def _version(package: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -62,6 +63,8 @@ class Layer:
         try:
             out_TD, ids_TK = self.forward()
             torch.autograd.backward(out_TD, grad_TD)
+            if missing := self.leaves.tensors.keys() - self.leaves.grads.keys():
+                raise ValueError(f"there are no gradients of {', '.join(sorted(missing))}")
             grads = self.unpack(self.leaves.grads)
             kept = {name: grad for name, grad in grads.items() if name not in self.unchecked}
             return {"out": out_TD.detach(), **kept}, ids_TK
@@ -86,7 +89,7 @@ def saved_bytes(layer: Layer, device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     before = torch.cuda.memory_allocated(device)
-    out_TD, ids_TK = layer.forward()
+    out_TD, _ = layer.forward()
     return torch.cuda.memory_allocated(device) - before - out_TD.nbytes
 
 
@@ -108,7 +111,7 @@ def stage_milliseconds(layer: Layer, grad_TD: torch.Tensor, hide: Callable[[], o
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         took: dict[str, float] = {}
-        for (_, start), (stage, end) in zip(marks, marks[1:], strict=False):
+        for (_, start), (stage, end) in itertools.pairwise(marks):
             took[stage] = took.get(stage, 0.0) + _between(start, end)
         rounds.append(took)
     return {stage: statistics.median(each[stage] for each in rounds) for stage in rounds[0]}
@@ -123,7 +126,8 @@ def kernel_milliseconds(call: Callable[[], object], device: torch.device) -> lis
 
     gpu = device.type == "cuda"
     try:
-        with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as seen:
+        kinds = [ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]
+        with profile(activities=kinds, acc_events=True) as seen:
             call()
             if gpu:
                 torch.cuda.synchronize(device)

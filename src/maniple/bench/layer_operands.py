@@ -45,8 +45,8 @@ class Leaves:
     def _take(self, name: str, tensor: torch.Tensor) -> None:
         if self.keep:
             added = getattr(tensor, "grad_added_to_main_grad", False)
-            self.grads[name] = tensor.main_grad.clone() if added else tensor.grad  # type: ignore[attr-defined]
-        tensor.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+            self.grads[name] = tensor.main_grad if added else tensor.grad
+        tensor.grad_added_to_main_grad = False
         tensor.grad = None
 
 
@@ -72,13 +72,15 @@ class LayerOperands:
         if shape.skew:  # what all tokens have in common prefers some experts
             self.x_TD += shape.skew * normal(d)
         if shape.clamped:
-            parameters |= {"router_bias": normal(e), "b13": normal(e, 2 * f), "b2": normal(e, d)}
+            parameters |= {"router_bias": normal(e, scale=0.2), "b13": normal(e, 2 * f), "b2": normal(e, d)}
         self.parameters = {name: torch.nn.Parameter(tensor) for name, tensor in parameters.items()}
         for name in ("w13", "w2"):
-            self.parameters[name].main_grad = torch.zeros(parameters[name].shape, device=device)  # type: ignore[attr-defined]
+            self.parameters[name].main_grad = torch.zeros(parameters[name].shape, device=device)
         self.leaves = Leaves({"x": self.x_TD.requires_grad_(), **self.parameters})
         self.activation = GPT_OSS if shape.clamped else ExpertActivation()
-        self.spec = RouterSpec(e, shape.topk, score_before_topk=not shape.clamped, renormalize=not shape.clamped)
+        # of one expert alone the renormalised weight would be 1, and the router would learn nothing
+        normed = not shape.clamped and shape.topk > 1
+        self.spec = RouterSpec(e, shape.topk, score_before_topk=not shape.clamped, renormalize=normed)
         with torch.no_grad():
             self.logits_TE = router_logits(self.x_TD, self["router"], self.get("router_bias"))
             routing = routing_reference.route(self.logits_TE, self.spec)
@@ -118,8 +120,8 @@ def oracle(o: LayerOperands, ids_TK: torch.Tensor) -> dict[str, torch.Tensor]:
     if (bias_E := o.get("router_bias")) is not None:
         router_leaves.append(bias_E.detach().float().requires_grad_())
     probs_TK = routing_reference.route(router_logits(*router_leaves), o.spec, ids_TK=ids_TK).probs_TK
-    names = [name for name in ("w13", "w2", "b13", "b2") if name in o.parameters]
-    found = {name: torch.zeros(o[name].shape, device=o.device) for name in names}
+    names: list[str] = [name for name in ("w13", "w2", "b13", "b2") if name in o.parameters]
+    found: dict[str, torch.Tensor] = {name: torch.zeros(o[name].shape, device=o.device) for name in names}
     found |= {"out": torch.zeros(x_TD.shape, device=o.device), "probs": torch.zeros_like(probs_TK)}
     found["x_experts"] = torch.zeros_like(found["out"])
     for g in range(o.shape.experts):
@@ -131,7 +133,7 @@ def oracle(o: LayerOperands, ids_TK: torch.Tensor) -> dict[str, torch.Tensor]:
         gate_up = rows @ weights["w13"].t() + weights.get("b13", 0.0)
         hidden = swiglu_reference.forward(gate_up, None, alpha=act.alpha, limit=act.limit, up_offset=act.up_offset)
         y = probs[:, None] * (hidden @ weights["w2"].t() + weights.get("b2", 0.0))
-        leaves = {"rows": rows, "probs": probs, **weights}
+        leaves: dict[str, torch.Tensor] = {"rows": rows, "probs": probs, **weights}
         grads = dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), grad_TD[tokens].float()), strict=True))
         found["out"].index_add_(0, tokens, y.detach())
         found["x_experts"].index_add_(0, tokens, grads["rows"])

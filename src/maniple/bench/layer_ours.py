@@ -6,8 +6,10 @@ The matrices' gradients are added to fp32 buffers within the products, unless a 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -25,7 +27,8 @@ from maniple.moe.experts import expert_mlp
 from maniple.moe.router import router_logits
 
 Mark = Callable[[str], None]
-STAGES = ("router", "routing", "dispatch", "experts", "combine")  # of forward; backward goes through them in turn
+Variants = Literal["selected", "few", "all"]
+_COUNT: dict[Variants, int | None] = {"selected": 1, "few": 3, "all": None}
 
 
 @dataclass(frozen=True)
@@ -43,30 +46,37 @@ class Variant:
     adds: bool = True
 
 
-def ours(recipe: str, o: LayerOperands, *, alternatives: bool = True) -> Iterator[Layer | Absent]:
-    """The selected layer of a recipe first, then the variants that can run here."""
-    selected = Variant(recipe)
-    yield _made(selected, "selected", o)
-    if not alternatives:
-        return
-    for variant in _variants(selected, o.device):
-        yield _made(variant, "alternative", o)
+def ours(recipe: str, o: LayerOperands, variants: Variants = "all") -> Iterator[Layer | Absent]:
+    """The selected layer of a recipe first, then what else can run, each name once.
+
+    variants: "selected": that alone. "few": also routing and permutation by what is not selected, and gradients in
+    bf16. "all": also the other ways to compute the experts.
+    """
+    seen: set[str] = set()
+    for variant in itertools.islice(_variants(recipe, o.device), _COUNT[variants]):
+        made = _made(variant, "alternative" if seen else "selected", o)
+        if made.name not in seen:
+            yield made
+        seen.add(made.name)
 
 
-def _variants(selected: Variant, device: torch.device) -> Iterator[Variant]:
-    bf16 = selected.recipe == "bf16"
-    ahead = selected
+def _variants(recipe: str, device: torch.device) -> Iterator[Variant]:
+    selected = base = Variant(recipe)
+    yield selected
     if device.type == "cuda":
-        ahead = replace(selected, routing="triton", permute="triton")
-        yield ahead
-    if not bf16:
+        names = {registry.select(op, "bf16", device.type).name for op in ("routing", "permute")}
+        other = "reference" if names == {"triton"} else "triton"
+        turned = replace(selected, routing=other, permute=other)
+        base = turned if other == "triton" else selected  # the rest has the kernels
+        yield turned
+    if recipe != "bf16":
         return
-    yield replace(ahead, adds=False)
-    yield replace(ahead, gathers=True)
+    yield replace(base, adds=False)
+    yield replace(base, gathers=True)
     if device.type == "cuda":
-        yield replace(ahead, fc1="hopper_fused")
-        yield replace(ahead, products="triton")
-        yield replace(ahead, products="triton", gathers=True)
+        yield replace(base, fc1="hopper_fused")
+        yield replace(base, products="triton")
+        yield replace(base, products="triton", gathers=True)
 
 
 def _made(variant: Variant, role: Role, o: LayerOperands) -> Layer | Absent:
@@ -79,7 +89,7 @@ def _made(variant: Variant, role: Role, o: LayerOperands) -> Layer | Absent:
         dtype = float8(variant.recipe, o.device)
         first, second = (quantize.QuantizedWeight(variant.recipe, dtype=dtype) for _ in range(2))
         caches = first, second
-    notes = [f"{op} {name}" for op, name in parts.items()]
+    notes = [f"{op} {name}" for op, name in parts.items() if op != "products"]
     if variant.recipe != "bf16":
         notes.append("quantized weights are kept" if caches else "emulated in bf16; weights are rounded in every step")
     notes.append("adds to fp32 gradients" if variant.adds else "gradients in bf16")

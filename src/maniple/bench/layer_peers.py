@@ -25,6 +25,9 @@ def peers(o: LayerOperands, *, liger: bool) -> Iterator[Layer | Absent]:
     if liger:
         builders.append((LIGER, liger_layer))
     for name, build in builders:
+        if name == LIGER and o.device.type != "cuda":
+            yield Absent(name, "peer", "needs a GPU")
+            continue
         try:
             yield build(o)
         except Exception as error:  # a library of another version fails in many ways
@@ -51,8 +54,6 @@ def transformers_block(o: LayerOperands) -> Layer:
 
 def liger_layer(o: LayerOperands) -> Layer | Absent:
     """`LigerFusedMoEFunction`, which is given the routing: no router, and no way through it for x's gradient."""
-    if o.device.type != "cuda":
-        return Absent(LIGER, "peer", "needs a GPU")
     if o.shape.clamped:
         return Absent(LIGER, "peer", "has neither biases nor the clamped activation")
     try:
@@ -81,7 +82,7 @@ def _qwen3(o: LayerOperands) -> tuple[Any, dict[str, torch.Tensor], Any]:
         moe_intermediate_size=shape.ffn,
         num_experts=shape.experts,
         num_experts_per_tok=shape.topk,
-        norm_topk_prob=True,
+        norm_topk_prob=o.spec.renormalize,
     )
     config._experts_implementation = "grouped_mm"
     with torch.device("meta"):

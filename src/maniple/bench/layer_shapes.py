@@ -6,6 +6,9 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
+from maniple.errors import UserError
+from maniple.models.card import ModelCard
+
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -27,6 +30,10 @@ class LayerShape:
     sizes: tuple[int, ...] = ()
 
     @property
+    def matrix(self) -> str:
+        return "layer"
+
+    @property
     def rows(self) -> int:
         return self.tokens * self.topk
 
@@ -39,7 +46,7 @@ class LayerShape:
         """The shape as a row says it: that of fc1, and what a layer has besides."""
         return {
             "model": self.model,
-            "matrix": "layer",
+            "matrix": self.matrix,
             "groups": self.experts,
             "n": 2 * self.ffn,
             "k": self.hidden,
@@ -54,7 +61,8 @@ class LayerShape:
     def tiny(self) -> LayerShape:
         """As few numbers as show on a CPU that everything runs."""
         experts = min(self.experts, 8)
-        return replace(self, hidden=64, ffn=48, experts=experts, topk=min(self.topk, 4, experts), tokens=96)
+        topk, tokens = min(self.topk, 4, experts), max(self.tokens // 256, 16)
+        return replace(self, hidden=64, ffn=48, experts=experts, topk=topk, tokens=tokens)
 
 
 # those that peers were measured at; of DeepSeek-V3 and Qwen3-235B the experts of one rank of eight, with the tokens
@@ -77,10 +85,34 @@ def at_random(seed: int) -> tuple[LayerShape, ...]:
     shapes = []
     for number, skew in enumerate((0.0, 1.0)):
         hidden, ffn = 8 * (2 * draw.randint(64, 255) + 1), 8 * (2 * draw.randint(24, 127) + 1)
-        experts, topk = draw.randint(9, 160), draw.randint(1, 8)
+        experts, topk = draw.randint(9, 160), draw.randint(2, 8)
         tokens = 65_536 // topk // 2 * 2 - 2 * draw.randint(0, 500) - 1
         shapes.append(LayerShape(f"random-{seed}-{number}", hidden, ffn, experts, topk, tokens, skew=skew))
     return tuple(shapes)
+
+
+def of_card(card: ModelCard, *, tokens: int, expert_parallel_size: int = 1) -> LayerShape:
+    """A rank's layer of a model: its sizes, and the router of `LayerShape` whatever the card's.
+
+    Raises UserError if the experts do not divide, or there are no tokens.
+    """
+    experts = card.moe.num_experts
+    if expert_parallel_size < 1 or experts % expert_parallel_size:
+        raise UserError(
+            f"--expert-parallel-size {expert_parallel_size} does not divide the {experts} experts of {card.name}"
+        )
+    if tokens < 1:
+        raise UserError(f"--tokens {tokens}: there is nothing to measure; give 1 or more")
+    here = experts // expert_parallel_size
+    return LayerShape(
+        card.name,
+        card.hidden_size,
+        card.moe.expert_ffn_size,
+        here,
+        min(card.moe.topk, here),
+        tokens,
+        clamped=card.moe.activation != "swiglu",
+    )
 
 
 def of_part(part: str, seed: int) -> tuple[LayerShape, ...]:

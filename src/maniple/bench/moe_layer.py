@@ -35,7 +35,9 @@ KERNELS = 24  # that a row lists at most
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured. liger: it takes part at Qwen3's shape. limit: seconds after which no contest begins."""
+    """What is measured. liger: it takes part at Qwen3-30B's shape. limit: seconds after which no shape begins.
+    variants: all of ours at every shape; else all at the first, and few at the others, since each shape compiles its
+    kernels anew."""
 
     shapes: Sequence[LayerShape]
     recipes: Sequence[str]
@@ -45,40 +47,50 @@ class Plan:
     command: str
     liger: bool = True
     limit: float = float("inf")
+    variants: bool = False
 
 
 def run(plan: Plan, progress: Callable[[str], None]) -> Iterator[list[Row]]:
-    """Yields the rows of one contest after the other, bf16 of all shapes first; `progress` is told what comes next."""
+    """Yields the rows of one contest after the other, bf16 of all shapes first; `progress` is told what comes next.
+
+    Raises UserError at the end if a shape was left out: it did not fit, or the time was up.
+    """
     end = time.monotonic() + plan.limit
     about = facts.of_run(plan.device, plan.seed, plan.command, ("transformers", "liger-kernel"))
     progress("measuring dense products and copies")
     ceilings = attained.measure(plan.device, rounds=plan.rounds)
+    left_out = []
     for recipe in plan.recipes:
         for shape in plan.shapes:
+            name = f"{shape.model} {shape.tokens:,} tokens {recipe}"
             if time.monotonic() > end:
-                progress(f"the time is up: {shape.model} {recipe} and what follows are left out")
-                return
-            progress(f"{shape.model} {shape.tokens:,} tokens {recipe}: filling the operands")
+                left_out.append(f"{name}: the time was up")
+                continue
+            progress(f"{name}: filling the operands")
             _free(plan.device)
-            operands = LayerOperands(shape, plan.device, plan.seed)
-            for found in _measured(plan, recipe, operands, ceilings, progress):
-                yield [row | about for row in found]
-            del operands
+            try:
+                for found in _measured(plan, recipe, shape, ceilings, progress):
+                    yield [row | about for row in found]
+            except (UserError, torch.OutOfMemoryError) as error:  # the next shape may fit
+                left_out.append(f"{name}: {' '.join(str(error).split())[:200]}")
+    if left_out:
+        raise UserError(f"left out: {'; '.join(left_out)}")
 
 
 def _measured(
     plan: Plan,
     recipe: str,
-    o: LayerOperands,
+    shape: LayerShape,
     ceilings: attained.Ceilings,
     progress: Callable[[str], None],
 ) -> Iterator[list[Row]]:
-    entrants = list(ours(recipe, o))
+    o = LayerOperands(shape, plan.device, plan.seed)
+    entrants = list(ours(recipe, o, "all" if plan.variants or shape == plan.shapes[0] else "few"))
     if recipe == "bf16":
         entrants += peers(o, liger=plan.liger and o.shape.model.startswith("qwen3-30b-a3b"))
         baseline = None
     else:
-        baseline = next((e for e in ours("bf16", o, alternatives=False) if isinstance(e, Layer)), None)
+        baseline = next((e for e in ours("bf16", o, "selected") if isinstance(e, Layer)), None)
     layers = {e.name: e for e in entrants if isinstance(e, Layer)}
     for op in (FORWARD, STEP):
         progress(f"{o.shape.model} {o.shape.tokens:,} tokens {recipe} {op}")
@@ -87,7 +99,8 @@ def _measured(
         o.forget()  # what was expected is no part of anyone's memory, but should leave room
         for row in found:
             layer = layers.get(row["implementation"])
-            row |= _more(op, layer if row["milliseconds"] is not None else None, o)
+            profiled = row["implementation"] in [e.name for e in entrants[:2]] and plan.device.type == "cuda"
+            row |= _more(op, layer if row["milliseconds"] is not None else None, o, profiled)
         for row in found:
             row["peak_ratios"] = _peak_ratios(row, found)
         yield found
@@ -136,7 +149,7 @@ def _call(op: str, layer: Layer, o: LayerOperands) -> Callable[[], object]:
     return partial(layer.step, o.grad_TD) if op == STEP else layer.forward_only
 
 
-def _more(op: str, layer: Layer | None, o: LayerOperands) -> Row:
+def _more(op: str, layer: Layer | None, o: LayerOperands, profiled: bool) -> Row:
     """Memory and stages of a layer that ran, from runs of their own."""
     row: Row = {"peak_bytes": None, "saved_bytes": None, "stages": {}, "kernels": []}
     if layer is None:
@@ -147,6 +160,7 @@ def _more(op: str, layer: Layer | None, o: LayerOperands) -> Row:
         row["saved_bytes"] = saved_bytes(layer, o.device)
         if layer.stages:
             row["stages"] = stage_milliseconds(layer, o.grad_TD, _hide(o.device))
+        if layer.stages and profiled:
             row["kernels"] = [list(each) for each in kernel_milliseconds(call, o.device)[:KERNELS]]
     return row
 

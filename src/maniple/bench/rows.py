@@ -133,13 +133,15 @@ def show(rows: Sequence[Row], console: Console | None = None) -> None:
 
 def spent(row: Row) -> list[str]:
     """Where a layer's time goes, as lines: by stage, and by kernel. None where a row does not say it."""
-    lines = []
+    lines, name = [], f"{row['recipe']} {row['implementation']}"
     if stages := row.get("stages"):
-        parts = ", ".join(f"{stage} {took:.3f}" for stage, took in stages.items())
-        lines.append(f"{row['recipe']} {row['implementation']}, ms by stage ({sum(stages.values()):.3f}): {parts}")
+        total = sum(stages.values())
+        lines.append(f"{name}: {total:.3f} ms, by stage")
+        lines += [f"  {took:8.3f} {took / total:4.0%}  {stage}" for stage, took in stages.items()]
     if kernels := row.get("kernels"):
-        parts = ", ".join(f"{name[:60]} {took:.3f} ({count})" for name, count, took in kernels)
-        lines.append(f"{row['recipe']} {row['implementation']}, ms by kernel (launches): {parts}")
+        total = sum(took for _, _, took in kernels)
+        lines.append(f"{name}: {total:.3f} ms of kernels, and how often each was launched")
+        lines += [f"  {took:8.3f} {took / total:4.0%}  {kernel[:100]} ({count})" for kernel, count, took in kernels]
     return lines
 
 

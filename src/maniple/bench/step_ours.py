@@ -59,7 +59,7 @@ class Ours:
         balance = expert_balance(list(self.stats.expert_counts.values())) if self.stats else None
         return {
             "imbalance": balance.overall if balance else None,
-            "kernels": {op: name for op, _, _, name in registry.used()},
+            "used_so_far": [f"{op} {recipe}: {name}" for op, recipe, _, name in registry.used()],
         }
 
     def close(self) -> None:

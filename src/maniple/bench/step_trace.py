@@ -116,7 +116,7 @@ def _gaps(spans: Sequence[Span], begin: float) -> list[tuple[float, float, Span]
 
 
 def _by_reason(gaps: Sequence[tuple[float, float, Span]], host: Sequence[Span]) -> dict[str, float]:
-    launched = {call.number: call for call in host if call.number is not None and not _waits(call)}
+    launched: dict[int | None, Span] = {c.number: c for c in host if c.number is not None and not _waits(c)}
     waits = [call for call in host if _waits(call)]
     idle = dict.fromkeys(("after_sync", "launch", "queued"), 0.0)
     at = 0

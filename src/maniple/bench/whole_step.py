@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import datetime
+import collections
 import gc
 import itertools
+import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,12 +18,13 @@ from typing import Any, Protocol
 import torch
 
 from maniple.bench import step_trace
+from maniple.bench.facts import of_run
 from maniple.bench.rows import Row
 from maniple.bench.timing import Times
 from maniple.errors import UserError
 from maniple.hardware import lookup
 from maniple.kernels import sources
-from maniple.metrics.summary import environment, peak_memory_bytes
+from maniple.metrics.summary import peak_memory_bytes
 from maniple.models import counting, flops
 from maniple.models.card import ModelCard
 
@@ -30,12 +33,9 @@ OURS, PEER = "maniple", "transformers"
 BAR_SPEED = 1.4  # times the peer's tokens a second, in bf16
 BAR_IDLE = 0.03  # of a step
 PROFILED = 3  # steps
-_PARAMETER_BYTES = (
-    2 + 4 + 4 + 8 + 4
-)  # bf16, its gradient, main parameter, moments, and what Adam's update takes at once
+_PARAMETER_BYTES = 2 + 4 + 4 + 8  # bf16, its gradient, main parameter and moments
 _QUANTIZED_BYTES = 2  # both orientations in 8 bits, of layers in low precision
-_LOGIT_BYTES = 2 + 4 + 4 + 2  # bf16 and fp32 logits and their gradients
-_SLACK = 4 * 2**30  # what lives within one layer's backward pass, and the allocator's rounding
+_SLACK = 6 * 2**30  # logits of a chunk, what lives within one layer's backward pass, and the allocator's rounding
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ def batches(plan: Plan) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def fitting_layers(card: ModelCard, tokens: int, recipe: str, budget: float) -> int:
-    """Decoder layers that one GPU trains in `budget` bytes with micro-batches of `tokens`, by a rough count from above:
-    all that a layer makes in bf16, and the logits in fp32 too. Raises UserError if not one fits."""
+    """Decoder layers that Maniple trains on one GPU in `budget` bytes with micro-batches of `tokens`, by a rough count
+    from above: all that a layer makes in bf16 is kept. Raises UserError if not one fits."""
     count = counting.count(card)
     of_layer = sum(count.layers[-1].values())
     heads = (card.num_heads + 2 * card.num_kv_heads) * card.head_dim
@@ -94,7 +94,8 @@ def fitting_layers(card: ModelCard, tokens: int, recipe: str, budget: float) -> 
     of_experts = card.moe.topk * (2 * card.hidden_size + 3 * card.moe.expert_ffn_size)
     activations = 2 * tokens * (of_attention + of_experts)
     a_parameter = _PARAMETER_BYTES + (0 if recipe == "bf16" else _QUANTIZED_BYTES)
-    fixed = _PARAMETER_BYTES * (count.embedding + count.head) + tokens * card.vocab_size * _LOGIT_BYTES + _SLACK
+    largest = max(count.embedding, 2 * count.layers[-1]["routed_experts"] // 3)  # clipping copies a gradient
+    fixed = _PARAMETER_BYTES * (count.embedding + count.head) + 4 * largest + _SLACK
     layers = int((budget - fixed) // (a_parameter * of_layer + activations))
     if layers < 1:
         raise UserError(f"not one layer of {card.name} fits {budget / 2**30:.0f} GiB: lower --micro-batch-size")
@@ -121,11 +122,11 @@ def measure(contestant: Contestant, plan: Plan, until: float) -> Row:
         torch.cuda.synchronize(plan.device)
     peak = peak_memory_bytes(plan.device)
     took = [_between(*pair) for pair in itertools.pairwise(moments)]
-    profile = None
+    profile = waits = None
     if on_gpu and took and time.monotonic() < until:
-        profile = _profile(contestant, plan)
+        profile, waits = _profile(contestant, plan), host_waits(contestant)
     values = [float(loss) for loss in losses]
-    return _row(contestant, plan, values, took, peak) | {"profile": profile}
+    return _row(contestant, plan, values, took, peak) | {"profile": profile, "host_waits": waits}
 
 
 def _moment(device: torch.device) -> Any:
@@ -149,6 +150,32 @@ def _profile(contestant: Contestant, plan: Plan) -> dict[str, Any]:
             plan.trace.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, plan.trace)
         return step_trace.read(path)
+
+
+def host_waits(contestant: Contestant) -> dict[str, int]:
+    """Where the host waits for the GPU in a step, "package/file.py:line", and how often: by torch's own notices, which
+    leave out what asks for a wait by name (`synchronize`)."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            contestant.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return places(said)
+
+
+def places(said: Iterable[warnings.WarningMessage]) -> dict[str, int]:
+    """Of torch's notices of waits among warnings, most frequent first."""
+    found: collections.Counter[str] = collections.Counter()
+    for note in said:
+        if "synchronizing CUDA operation" in str(note.message):
+            inside = re.split(r"/(?:site-packages|src)/", note.filename)
+            place = (
+                inside[-1] if len(inside) > 1 else "/".join(Path(note.filename).parts[-2:])
+            )  # no folder of a machine
+            found[f"{place}:{note.lineno}"] += 1
+    return dict(found.most_common())
 
 
 def _row(contestant: Contestant, plan: Plan, losses: list[float], took: list[float], peak: int) -> Row:
@@ -197,13 +224,7 @@ def absent(name: str, recipe: str, plan: Plan, reason: str) -> Row:
 
 
 def _facts(plan: Plan) -> Row:
-    return {
-        "sources": sources.digests(),
-        **environment(plan.device),
-        "seed": plan.seed,
-        "command": plan.command,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-    }
+    return {"sources": sources.digests(), **of_run(plan.device, plan.seed, plan.command, ["transformers"])}
 
 
 def free(device: torch.device) -> None:

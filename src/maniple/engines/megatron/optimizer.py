@@ -68,6 +68,8 @@ def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 def _fuse(optimizer: torch.optim.Optimizer | None) -> None:
     """One pass over weights, gradients and moments where torch's Adam has a kernel for it: without Apex or Transformer
     Engine upstream takes that class with its defaults (optimizer/__init__.py), a dozen passes."""
-    if type(optimizer) is torch.optim.AdamW:  # None: a rank without parameters
-        for group in optimizer.param_groups:
+    if type(optimizer) is not torch.optim.AdamW:  # None: a rank without parameters
+        return
+    for group in optimizer.param_groups:
+        if not any(weight.is_meta for weight in group["params"]):  # as a dry run has them
             group["fused"], group["foreach"] = True, False

@@ -17,9 +17,11 @@ def from_fp8_blocks(data_NK: torch.Tensor, scales: torch.Tensor, block: tuple[in
 
     Each number times the scale of its block (DeepSeek-V3's `weight_scale_inv`).
     """
-    rows, columns = data_NK.shape
-    wide = scales.float().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
-    return data_NK.float() * wide
+    numbers_NK = data_NK.float()
+    wide = scales.float().repeat_interleave(block[1], 1)[:, : data_NK.shape[1]]
+    for rows, scale in zip(numbers_NK.split(block[0]), wide, strict=True):
+        rows *= scale
+    return numbers_NK
 
 
 def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -27,12 +29,12 @@ def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
     Exact: the products have two significant bits. A scale of 255 is NaN (OCP Microscaling Formats 1.0, 5.4.1).
     """
-    table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.float32, device=blocks.device)
-    halves = torch.stack([blocks & 0xF, blocks >> 4], dim=-1).long()
-    numbers = table[halves].flatten(-2)  # [N, K / 32, 32]
-    exponents = scales.int() - _E8M0_BIAS
-    numbers = torch.ldexp(numbers, exponents[..., None])
-    return numbers.masked_fill((scales == 0xFF)[..., None], torch.nan).flatten(-2)
+    half = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.float32, device=blocks.device)
+    table = torch.stack([half.repeat(16), half.repeat_interleave(16)], dim=-1)  # the two numbers of each byte
+    numbers = table[blocks.int()].flatten(-2)  # [N, K / 32, 32]
+    factors = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - _E8M0_BIAS)
+    factors = factors.masked_fill(scales == 0xFF, torch.nan)
+    return numbers.mul_(factors[..., None]).flatten(-2)
 
 
 def is_finite(x: torch.Tensor) -> bool:

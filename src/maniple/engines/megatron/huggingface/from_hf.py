@@ -98,9 +98,11 @@ def from_hf(
             reused, done = len(journal.finished), 0
             for name, chunks in plan:
                 if name not in journal.finished:
-                    journal.note(
-                        name, work.write(journal.partial, name, chunks, lambda n, d=done: progress(d + n, total))
-                    )
+
+                    def advance(written: int, before: int = done) -> None:
+                        progress(before + written, total)
+
+                    journal.note(name, work.write(journal.partial, name, chunks, advance))
                 done += sum(_bytes(chunk, work.dtype) for chunk in chunks)
                 progress(done, total)
             reports = [_report(name, journal.finished[name]) for name, _ in plan]
@@ -197,7 +199,8 @@ def _bytes(chunk: Chunk, dtype: torch.dtype) -> int:
 
 def _files(card: ModelCard, dtype: torch.dtype) -> Iterator[tuple[str, list[Chunk]]]:
     """Names of files and what is in them: consecutive chunks of about `_FILE_BYTES`."""
-    number, size, part = 0, 0, []
+    part: list[Chunk] = []
+    number, size = 0, 0
     for chunk in families.chunks(card):
         if part and size + _bytes(chunk, dtype) > _FILE_BYTES:
             yield f"__0_{number}.distcp", part

@@ -137,19 +137,22 @@ class Source:
 
     def _fault(self, name: str, shape: tuple[int, ...]) -> str | None:
         """What is wrong with a tensor that is to have that shape; None: nothing."""
+        shapes: list[tuple[int, ...]]
+        dtypes: list[tuple[str, ...]]
         parts = self._parts(name)
         stored = [self.tensors[part] for part in parts]
-        dtypes = [_NUMBERS]
-        if len(parts) == 1:
-            shapes = [shape]
-        elif self.quantization is not None and self.quantization.kind == "mxfp4":
+        shapes, dtypes = [shape], [_NUMBERS]
+        kind = None if self.quantization is None or len(parts) == 1 else self.quantization.kind
+        if kind == "mxfp4":
+            if len(shape) != 3:
+                return f"{name} is in MXFP4 but no stack of matrices"
             experts, inputs, outputs = shape
             if inputs % encodings.MXFP4_BLOCK:
                 return f"{name} has {inputs} inputs, which are not whole blocks of {encodings.MXFP4_BLOCK}"
             groups = inputs // encodings.MXFP4_BLOCK
             shapes = [(experts, outputs, groups, encodings.MXFP4_BLOCK // 2), (experts, outputs, groups)]
             dtypes = [("U8",), ("U8",)]
-        else:
+        elif kind is not None:
             assert self.quantization is not None
             if len(shape) != 2:
                 return f"{name} is float8 but no matrix"

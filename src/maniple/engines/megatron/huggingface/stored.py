@@ -23,24 +23,23 @@ class Stored:
         self._kept: dict[Part, torch.Tensor] = {}
 
     def read(self, key: str, offset: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
-        """`size` numbers of tensor `key` from `offset` on."""
+        """`size` numbers of tensor `key` from `offset` on; not to be changed."""
         dtype = getattr(torch, self.index.tensors[key].dtype)
-        out = torch.full(size, torch.nan, dtype=dtype)  # a place that no part fills is not finite
-        windows = {part: _common(offset, size, part) for part in self.index.parts[key]}
-        found, kept = 0, self._kept
+        common = ((part, _common(offset, size, part)) for part in self.index.parts[key])
+        windows = {part: window for part, window in common if window is not None}
         # the next read is of the same place, or of the next expert, which may be in the same parts
-        self._kept = {part: kept[part] for part, window in windows.items() if window is not None and part in kept}
-        del kept
-        for part, window in windows.items():
-            if window is None:
-                continue
+        self._kept = {part: tensor for part, tensor in self._kept.items() if part in windows}
+        for part in windows:
             if part not in self._kept:
                 self._kept[part] = self._load(key, part, dtype)
+            if (part.offset, part.shape) == (offset, size):
+                return self._kept[part]
+        out = torch.full(size, torch.nan, dtype=dtype)  # a place that no part fills is not finite
+        for part, window in windows.items():
             here = tuple(slice(a - o, b - o) for (a, b), o in zip(window, offset, strict=True))
             there = tuple(slice(a - o, b - o) for (a, b), o in zip(window, part.offset, strict=True))
             out[here] = self._kept[part][there]
-            found += math.prod(b - a for a, b in window)
-        if found != math.prod(size):
+        if sum(math.prod(b - a for a, b in window) for window in windows.values()) != math.prod(size):
             raise files.damaged(self.folder, f"the parts of {key} do not make a whole")
         return out
 

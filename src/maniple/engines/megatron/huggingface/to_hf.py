@@ -105,9 +105,11 @@ def to_hf(
         reused = len(journal.finished)
         for name, shard in plan:
             if name not in journal.finished:
-                journal.note(
-                    name, _write(stored, journal.partial / name, shard, lambda n, d=done: progress(d + n, total))
-                )
+
+                def advance(written: int, before: int = done) -> None:
+                    progress(before + written, total)
+
+                journal.note(name, _write(stored, journal.partial / name, shard, advance))
             done += sum(tensor.bytes for tensor in shard)
             progress(done, total)
         if len(plan) > 1:
@@ -239,13 +241,16 @@ def _write(stored: Stored, path: Path, shard: list[_Tensor], progress: Callable[
 
 
 def _fill(stored: Stored, tensor: _Tensor) -> torch.Tensor:
-    out = torch.full(tensor.shape, torch.nan, dtype=tensor.dtype)  # a place that no piece fills is not finite
-    for chunk, link in tensor.pieces:
-        theirs = link.take(stored.read(chunk.key, chunk.offset, chunk.size))
-        if link.row is None:
-            out.copy_(theirs)
-        else:
-            out[link.row] = theirs
+    def piece(chunk: Chunk, link: Link) -> torch.Tensor:
+        return link.take(stored.read(chunk.key, chunk.offset, chunk.size))
+
+    if tensor.pieces[0][1].row is None:
+        ((chunk, link),) = tensor.pieces
+        out = piece(chunk, link).to(tensor.dtype)
+    else:
+        out = torch.full(tensor.shape, torch.nan, dtype=tensor.dtype)  # a row that no piece fills is not finite
+        for chunk, link in tensor.pieces:
+            out[link.row] = piece(chunk, link)
     if not encodings.is_finite(out):
         raise UserError(
             f"checkpoint {stored.folder}: {tensor.name} has values that are not finite as {_NAMES[tensor.dtype]}"
