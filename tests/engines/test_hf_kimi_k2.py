@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 
 import pytest
 import torch
 from tests import released_folders
-from tests.engines.hf_models import set_config
 
 from maniple.engines.megatron.huggingface.from_hf import from_hf
 from maniple.engines.megatron.huggingface.to_hf import to_hf
@@ -31,15 +29,24 @@ def test_the_tokenizers_code_stays_behind(folder):
         assert not [name for name in names if name.endswith(".py")]
 
 
-def test_an_export_keeps_the_model_type_and_is_deepseek_v3s_model(folder, caplog):
+def test_an_export_is_what_transformers_knows(folder):
     import transformers
 
-    caplog.set_level(logging.ERROR)
-    assert json.loads((folder / "back" / "config.json").read_text())["model_type"] == "kimi_k2"
-    with pytest.raises(ValueError, match="kimi_k2"):
-        transformers.AutoConfig.from_pretrained(folder / "back")
-    set_config(folder / "back", model_type="deepseek_v3")
+    config = json.loads((folder / "back" / "config.json").read_text())
+    assert config["model_type"] == "deepseek_v3"
+    assert "auto_map" not in config
     net, loading = transformers.AutoModelForCausalLM.from_pretrained(folder / "back", output_loading_info=True)
     assert type(net).__name__ == "DeepseekV3ForCausalLM"
     assert not any(loading.values())
     assert net(torch.arange(8)[None]).logits.isfinite().all()
+
+
+def test_a_released_folder_is_compared(folder, tmp_path):
+    from maniple.engines.megatron.huggingface import parity
+    from maniple.engines.megatron.huggingface.from_hf import CARD
+    from maniple.models import load_card
+
+    verdict = parity.check(
+        load_card(str(folder / "weights" / CARD)), folder / "released", tmp_path, tokens=8, device="cpu"
+    )
+    assert verdict.equal

@@ -106,19 +106,21 @@ def check(
     """
     from maniple.models.huggingface import card_of, forward_differences, read_config
 
-    started = time.monotonic()
+    started, known = time.monotonic(), True
     if folder is None:
         progress("making the model")
         card = card.with_overrides({"num_mtp_layers": 0})
         folder, source = made.make(card, work / "made", seed=0), "random weights"
     else:
         source = str(folder)
-        different = forward_differences(card_of(read_config(folder), name=card.name), card)
+        config = read_config(folder)
+        known = config.get("model_type") == card.family  # Kimi-K2's is transformers' deepseek_v3
+        different = forward_differences(card_of(config, name=card.name), card)
         if [field for field in different if field != "num_mtp_layers"]:
             raise UserError(f"{folder} is of another model than {card.name}: {', '.join(different)} differ")
     progress("converting")
     done = from_hf(folder, work / "checkpoint", dtype="fp32", drop_mtp=True, layers=layers)
-    if layers is not None or done.quantized:
+    if layers is not None or done.quantized or not known:
         progress("converting back")
         folder = to_hf(done.out, work / "back", verify=False).out
     job = _job(tokens, device)

@@ -158,7 +158,9 @@ def _config(card: ModelCard, dtype: str, like: Path | None, record: dict[str, An
         raise UserError(f"{like}/config.json is of another model than the checkpoint: {', '.join(different)} differ")
     if different:  # other layers were
         return config_of(card, dtype=_TORCH_NAMES[dtype])
-    kept = {key: value for key, value in given.items() if key not in ("quantization_config", "dtype", "torch_dtype")}
+    # code that came beside a release does not go along: transformers' own class has the family's name
+    gone = "quantization_config", "dtype", "torch_dtype", "auto_map"
+    kept = {key: value for key, value in given.items() if key not in gone} | {"model_type": card.family}
     return kept | {"torch_dtype" if "torch_dtype" in given else "dtype": _TORCH_NAMES[dtype]}
 
 
