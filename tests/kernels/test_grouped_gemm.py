@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.poison import relative_error, unit_error
 
 from maniple.errors import UserError
-from maniple.kernels.grouped_gemm import grouped_gemm, reference
+from maniple.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu, reference
 from maniple.kernels.permute import permute, sort_by_expert
 
 SIZES = {
@@ -297,3 +297,18 @@ def test_a_recipe_without_a_kernel_is_refused():
     x_SK, w_G, ends_G, *_ = case([1])
     with pytest.raises(UserError, match="recipe fp4"):
         grouped_gemm(x_SK, w_G, ends_G, recipe="fp4")
+
+
+def test_passes_may_overlap_where_gradients_are_added():
+    """As a pipeline's do: two forward passes, then their backward passes, each of which adds to the same tensor."""
+    x_SK, w_GNK = torch.randn(6, 8), torch.nn.Parameter(torch.randn(2, 5, 8))
+    ends_G = torch.tensor([2, 6], dtype=torch.int32)
+    w_GNK.main_grad = torch.zeros(2, 5, 8)
+    for product in (grouped_gemm, grouped_gemm_swiglu):
+        w = w_GNK if product is grouped_gemm else torch.nn.Parameter(torch.randn(2, 4, 8))
+        w.main_grad = torch.zeros_like(w)
+        (wanted,) = torch.autograd.grad(product(x_SK, w, ends_G).sum(), w)
+        losses = [product(x_SK, w, ends_G, fuse_wgrad_accumulation=True).sum() for _ in range(2)]
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close(w.main_grad, 2 * wanted)

@@ -103,7 +103,7 @@ class GroupedExperts(MegatronModule):
             dtype=self.float8,
             caches=self.caches,
             kernels=self.kernels,
-            fuse_wgrad_accumulation=self.recipe != "bf16" and hasattr(self.w13, "main_grad"),
+            fuse_wgrad_accumulation=hasattr(self.w13, "main_grad"),
             splits=splits_G,
         )
         return out_SD, None

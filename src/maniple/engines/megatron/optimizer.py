@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from megatron.core.optimizer import (
+    ChainedOptimizer,
     MegatronOptimizer,
     OptimizerConfig,
     ParamGroupOverride,
@@ -65,10 +66,40 @@ def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
+def grad_norm(optimizer: ChainedOptimizer) -> float:
+    """The norm of the prepared gradients over the whole model. Collective; the host waits once.
+
+    As upstream's `get_grad_norm`, which without Apex or Transformer Engine waits for each gradient's norm by itself
+    (megatron/core/utils.py, `local_multi_tensor_l2_norm`).
+    """
+    every = parts(optimizer)
+    if len(every) == 1 or optimizer.grads_states_parallel_group_is_shared():  # one sum, however many this rank has
+        gradients = [gradient for part in every for gradient in part.get_grads_for_grad_norm()]
+        sums = [(gradients, optimizer.get_grad_stats_parallel_group())]
+    else:
+        sums = [(part.get_grads_for_grad_norm(), part.get_grad_stats_parallel_group()) for part in every]
+    total = torch.zeros((), device=torch.cuda.current_device())
+    for gradients, group in sums:
+        square = torch.zeros_like(total)
+        if gradients:
+            square += torch.stack(torch._foreach_norm(gradients)).square().sum()
+        torch.distributed.all_reduce(square, group=group)
+        total += square
+    return float(total.sqrt())
+
+
+def clip(optimizer: ChainedOptimizer, norm: float) -> None:
+    """Scales the prepared gradients down to a norm of `clip_grad`, where theirs is larger."""
+    for part in parts(optimizer):
+        most = part.config.clip_grad
+        if most > 0 and (scale := most / (norm + 1e-6)) < 1.0:
+            torch._foreach_mul_([p.grad for p in part.get_parameters() if p.grad is not None], scale)
+
+
 def _fuse(optimizer: torch.optim.Optimizer | None) -> None:
     """One pass over weights, gradients and moments where torch's Adam has a kernel for it: without Apex or Transformer
     Engine upstream takes that class with its defaults (optimizer/__init__.py), a dozen passes."""
-    if type(optimizer) is not torch.optim.AdamW:  # None: a rank without parameters
+    if optimizer is None or type(optimizer) is not torch.optim.AdamW:  # None: a rank without parameters
         return
     for group in optimizer.param_groups:
         if not any(weight.is_meta for weight in group["params"]):  # as a dry run has them

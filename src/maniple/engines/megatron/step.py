@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from maniple.config.schema import TrainConfig
 from maniple.engines.megatron import context
 from maniple.engines.megatron.documents import padding
 from maniple.engines.megatron.model import routers, settle, unwrap
+from maniple.engines.megatron.optimizer import clip
+from maniple.engines.megatron.optimizer import grad_norm as norm_of
 from maniple.kernels.quantize import bump
 from maniple.metrics import pulse
 
@@ -162,14 +163,12 @@ def prepare_update(optimizer) -> float:
     it takes a step (its check for NaN needs fp16's loss scaler): a NaN would be in every weight.
     """
     optimizer.prepare_grads()
-    return float(optimizer.get_grad_norm())
+    return norm_of(optimizer)
 
 
 def apply_update(optimizer, grad_norm: float) -> None:
     """Clips the prepared gradients by their norm and takes the optimizer's step; says that the weights have changed."""
-    for part in optimizer.chained_optimizers:
-        if part.config.clip_grad > 0 and (parameters := part.get_parameters()):
-            clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=grad_norm)
+    clip(optimizer, grad_norm)
     optimizer.step_with_ready_grads()
     bump()
 
@@ -232,24 +231,31 @@ def _gather(chunks, reduced, counts, job, device, ask_stop, ask_hurry) -> StepSt
     first_of_tp = parallel_state.get_tensor_model_parallel_rank() == 0
     depths = config.mtp_num_layers or 0
     layers = config.num_layers + depths
-    sums = torch.zeros(6 + 2 * depths, dtype=torch.float64, device=device)
+    # counts are exact in float64 up to 2^53; all in one, since the host waits for what it reads
+    first_count = 6 + 2 * depths
+    figures = torch.zeros(first_count + layers * config.num_moe_experts, dtype=torch.float64, device=device)
+    sums, table = figures[:first_count], figures[first_count:].view(layers, config.num_moe_experts)
     if first_of_tp:
         for record in reduced:
             sums[:2] += record["loss"].double()
     for router in found.values():
         sums[2:4] += router.loss_sums.double()
         router.loss_sums.zero_()
-    sums[4:6] = torch.tensor([ask_stop, ask_hurry])
+    sums[4].fill_(ask_stop)
+    sums[5].fill_(ask_hurry)
     for chunk in chunks:
         mtp = unwrap(chunk).take_mtp_sums()
         if mtp is not None and first_of_tp:
             sums[6:] += mtp.flatten()
-    dist.all_reduce(sums)
-    table = torch.zeros(layers, config.num_moe_experts, dtype=torch.int64, device=device)
     for layer, counts_E in counts.counts.items():
         table[layer] = counts_E
-    dist.all_reduce(table)
-    loss, tokens, aux, z, stop, hurry, *mtp_sums = sums.tolist()
+    dist.all_reduce(figures)
+    loss, tokens, aux, z, stop, hurry, *rest = figures.tolist()
+    mtp_sums, all_counts = rest[: 2 * depths], [int(count) for count in rest[2 * depths :]]
+    rows = [
+        all_counts[first : first + config.num_moe_experts]
+        for first in range(0, len(all_counts), config.num_moe_experts)
+    ]
     mtp_means = [total / max(labels, 1.0) for total, labels in zip(mtp_sums[0::2], mtp_sums[1::2], strict=True)]
     passes = micro_batches(job) * parallel_state.get_data_parallel_world_size()
     dense = config.moe_layer_freq.count(0) if isinstance(config.moe_layer_freq, list) else 0
@@ -261,7 +267,7 @@ def _gather(chunks, reduced, counts, job, device, ask_stop, ask_hurry) -> StepSt
         tokens=int(tokens),
         grad_norm=0.0,
         updated=False,
-        expert_counts={layer: row for layer, row in enumerate(table.tolist()) if any(row)},
+        expert_counts={layer: row for layer, row in enumerate(rows) if any(row)},
         stop=stop > 0,
         hurry=hurry > 0,
     )

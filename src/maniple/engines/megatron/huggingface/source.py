@@ -65,7 +65,8 @@ class Source:
         copies = families.copies(card)
         wanted: dict[str, tuple[int, ...]] = {}
         used: set[str] = set()
-        missing, wrong = [], []
+        missing: list[str] = []
+        wrong: list[str] = []
         for link in (link for chunk in families.chunks(card) for link in chunk.links):
             name, shape = link.name, link.shape
             if name in wanted:  # rows of one tensor
