@@ -41,7 +41,7 @@ def test_what_is_said_of_a_conversion_both_ways(source, tmp_path, capsys, monkey
     out, err = capsys.readouterr()
     assert err == ""
     assert out.splitlines() == [
-        "of it: my-model, 206,208 parameters in bf16, 0.00 GB",
+        "of it: my-model, 206,208 numbers in bf16, 613 kB",
         "train from it with 'model.card=of it/card.yaml' 'checkpoint.init_from=of it'",
     ]
     assert cli.main(["convert", "to-hf", "of it", "--to", "back", "--shard-size", "100kb"]) == 0
@@ -49,9 +49,7 @@ def test_what_is_said_of_a_conversion_both_ways(source, tmp_path, capsys, monkey
     assert err == ""
     count = len(list(Path("back").glob("model-*.safetensors")))
     assert count > 3
-    assert out == (
-        f"back: my-model, 206,208 parameters in bf16, 0.00 GB in {count} files, config.json, tokenizer.json\n"
-    )
+    assert out == (f"back: my-model, 206,208 numbers in bf16, 412 kB in {count} files, config.json, tokenizer.json\n")
     Path("of it", "tokenizer.json").unlink()
     assert "is damaged: tokenizer.json is missing" in mistake(capsys, "convert", "to-hf", "of it", "--to", "again")
 
@@ -139,7 +137,7 @@ def test_a_check_of_what_cannot_be_checked(source, tmp_path, capsys):
         ("qwen9",): "no model card is named 'qwen9'",
         (tmp_path / "none.yaml",): "none.yaml",
         (card, tmp_path / "none"): "config.json does not exist",
-        (card, card): "cannot be read",
+        (card, card): "is a file: give the folder of a Hugging Face model",
         (card, tmp_path): "config.json does not exist",
         ("qwen3-30b-a3b", source): "is of another model than qwen3-30b-a3b: ",
         (card, source, "--layers", "0"): "'--layers'",

@@ -25,6 +25,7 @@ from maniple.engines.megatron.huggingface import to_hf as back
 from maniple.engines.megatron.huggingface.journal import Journal
 from maniple.errors import UserError
 from maniple.launch.start import check_checkpoints
+from maniple.models import load_card
 
 SHARD = 60_000  # bytes: some seven files
 
@@ -293,6 +294,9 @@ def test_training_takes_no_half_for_weights(models, tmp_path):
     assert interrupted(from_hf, models[from_hf], tmp_path / "out") > 2
     job = TrainConfig.model_validate({"checkpoint": {"init_from": str(tmp_path / "out.partial")}})
     with pytest.raises(UserError, match="it was not written to its end"):
-        check_checkpoints(job)
+        check_checkpoints(job, load_card("deepseek-v3"))
     from_hf(models[from_hf], tmp_path / "out")
-    check_checkpoints(TrainConfig.model_validate({"checkpoint": {"init_from": str(tmp_path / "out")}}))
+    job = TrainConfig.model_validate({"checkpoint": {"init_from": str(tmp_path / "out")}})
+    check_checkpoints(job, load_card(str(tmp_path / "out" / "card.yaml")))
+    with pytest.raises(UserError, match=r"differ; set model\.card=.*/out/card\.yaml$"):
+        check_checkpoints(job, load_card("deepseek-v3"))

@@ -72,7 +72,7 @@ def test_folders_that_are_none(models, refusal, tmp_path):
     out = tmp_path / "out"
     for folder, says in {
         "empty": "config.json does not exist",
-        "file": "cannot be read",
+        "file": "is a file: give the folder",
         "missing": "config.json does not exist",
         "n" * 300: "File name too long",
     }.items():

@@ -332,7 +332,7 @@ def test_like_a_folder_of_another_model(whole, tmp_path, capsys):
     for folder, says in {
         whole / "mixtral": "config.json is of another model than the checkpoint: family, ",
         whole / "missing": "config.json does not exist",
-        whole / "qwen3" / "tokenizer.json": "cannot be read",
+        whole / "qwen3" / "tokenizer.json": "is a file: give the folder",
     }.items():
         assert cli.main([*words, str(folder)]) == 2
         assert says in capsys.readouterr().err

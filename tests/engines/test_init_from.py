@@ -19,6 +19,7 @@ from maniple.engines.megatron.checkpoint import files
 from maniple.errors import UserError
 from maniple.launch.start import check_checkpoints
 from maniple.metrics import read_metrics
+from maniple.models import load_card
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all processes
 LAST = 2  # steps of the run whose weights are taken
@@ -370,8 +371,8 @@ def test_mtp_layers_that_a_job_has_not_are_left_out(refused, folder):
     ("name", "says"),
     [
         ("alike", "not refused"),
-        ("foreign", "is of another model (deepseek-v3-tiny): "),
-        ("rope", "is of another model (deepseek-v3-tiny): rope.base differ"),
+        ("foreign", "is of another model (deepseek-v3-tiny) than "),
+        ("rope", "is of another model (deepseek-v3-tiny) than deepseek-v3-tiny: rope.base differ"),
         ("mtp", "has 0 MTP layers and this job 1: set model.overrides.num_mtp_layers=0"),
         ("vocabulary", "has a vocabulary padded to 300, this job pads it to 304: set model.vocab_size_multiple=300"),
         ("damaged", ".distcp is not as it was written"),
@@ -395,12 +396,19 @@ def test_resume_auto_does_not_take_weights_alone(refused):
 
 
 def checked(folder: Path, **checkpoint: Any) -> str:
-    return refusal(check_checkpoints, TrainConfig(name="run", output_dir=folder, checkpoint=checkpoint))
+    job = TrainConfig(name="run", output_dir=folder, checkpoint=checkpoint)
+    return refusal(check_checkpoints, job, load_card("mixtral-8x7b"))
 
 
 def test_a_start_looks_for_the_weights_before_torch_is_loaded(tmp_path):
     given = written.make(tmp_path / "given")
-    assert checked(tmp_path, init_from=str(given)) == "not refused"
+    assert "its model card is none" in checked(tmp_path, init_from=str(given))
+    for name, said in (
+        ("mixtral-8x22b", "is of another model (mixtral-8x22b) than mixtral-8x7b: "),
+        ("mixtral-8x7b", ""),
+    ):
+        written.write_manifest(given, card=load_card(name).model_dump(mode="json"))
+        assert (said or "not refused") in checked(tmp_path, init_from=str(given))
     assert "there is no such folder" in checked(tmp_path, init_from="nowhere")
     assert "there is no such folder" in checked(tmp_path, init_from="nowhere", resume="auto")
     assert "there is no such folder" in checked(tmp_path, init_from=str(given), resume="nowhere")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
@@ -13,6 +14,7 @@ from typing import Annotated, Literal
 import typer
 
 from maniple.commands import Command, Group
+from maniple.engines.megatron.checkpoint.report import size_of
 from maniple.errors import UserError
 
 app = typer.Typer(cls=Group, help="Weights of Hugging Face's to a checkpoint, and back.")
@@ -29,6 +31,11 @@ def from_hf(
     mtp: Annotated[Literal["keep", "drop"], typer.Option(help="the model's MTP layers")] = "keep",
 ) -> None:
     """Make a checkpoint of released weights, which `maniple train` begins with in any layout (checkpoint.init_from)."""
+    from maniple.config.schema import ModelConfig
+    from maniple.models.huggingface import card_of, read_config
+
+    _check_new(out)  # what needs no torch, which takes seconds to load
+    vocabulary = card_of(read_config(folder), name="model").vocab_size
     from maniple.engines.megatron.huggingface import from_hf as converter
 
     with _progress(f"{folder} to {out}") as advance:
@@ -36,9 +43,11 @@ def from_hf(
     card = done.shipped or out / converter.CARD
     rounded = f", {done.rounded} of its tensors rounded to {done.dtype}" if done.rounded else ""
     again = f" ({done.reused} files were there from an earlier try)" if done.reused else ""
-    size = f"{done.numbers:,} parameters in {done.dtype}{rounded}, {done.bytes / 1e9:.2f} GB"
-    print(f"{out}: {done.card.name}, {size}{again}")
-    print(f"train from it with {shlex.quote(f'model.card={card}')} {shlex.quote(f'checkpoint.init_from={out}')}")
+    print(f"{out}: {done.card.name}, {done.numbers:,} numbers in {done.dtype}{rounded}, {size_of(done.bytes)}{again}")
+    keys = [f"model.card={card}", f"checkpoint.init_from={out}"]
+    if vocabulary % ModelConfig().vocab_size_multiple:
+        keys.append(f"model.vocab_size_multiple={vocabulary}")
+    print(f"train from it with {shlex.join(keys)}")
 
 
 @app.command("to-hf", cls=Command)
@@ -57,6 +66,10 @@ def to_hf(
 ) -> None:
     """Make a folder that transformers loads of a checkpoint's weights."""
     size = _bytes(shard_size)
+    from maniple.engines.megatron.checkpoint import files
+
+    _check_new(out)
+    files.read_manifest(checkpoint)
     from maniple.engines.megatron.huggingface import to_hf as converter
 
     with _progress(f"{checkpoint} to {out}") as advance:
@@ -66,11 +79,16 @@ def to_hf(
     again = f" ({done.reused} files were there from an earlier try)" if done.reused else ""
     with_ = ", ".join(("config.json", *done.companions))
     print(
-        f"{out}: {done.card.name}, {done.numbers:,} parameters in {done.dtype}, {done.bytes / 1e9:.2f} GB in "
+        f"{out}: {done.card.name}, {done.numbers:,} numbers in {done.dtype}, {size_of(done.bytes)} in "
         f"{done.files} file{'s' if done.files > 1 else ''}{again}, {with_}"
     )
     if not done.companions:
         print(f"it has no tokenizer: copy its files into {out}, or name a folder that has them with --like")
+
+
+def _check_new(out: Path) -> None:
+    if os.path.lexists(out):
+        raise UserError(f"{out} exists: name another folder, or remove it")
 
 
 def _bytes(size: str) -> int:

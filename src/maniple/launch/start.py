@@ -13,6 +13,7 @@ from maniple.config.check import check
 from maniple.config.schema import TrainConfig
 from maniple.data import sources
 from maniple.engines.megatron.checkpoint import files as checkpoint_files
+from maniple.engines.megatron.checkpoint.saved_card import check_forward
 from maniple.errors import UserError
 from maniple.launch import torchrun
 from maniple.launch.room import check_memory
@@ -26,7 +27,7 @@ def start(job: TrainConfig, card: ModelCard, launch: Launch, arguments: list[str
     launch: all but its `nproc`, which is as many as there are GPUs where `nproc` is None, and one without any. Raises
     UserError, in one line, for what cannot work.
     """
-    check_checkpoints(job)
+    check_checkpoints(job, card)
     check_folder(job.run_dir)
     launch = replace(launch, nproc=1 if nproc is None else nproc)
     launch.check()
@@ -46,16 +47,18 @@ def start(job: TrainConfig, card: ModelCard, launch: Launch, arguments: list[str
     return code
 
 
-def check_checkpoints(job: TrainConfig) -> None:
+def check_checkpoints(job: TrainConfig, card: ModelCard) -> None:
     """Raises UserError unless what the run goes on from, or else what its weights are from, is a whole checkpoint as
-    far as names and sizes tell. What `resume: auto` alone means is looked for by the run itself."""
+    far as names and sizes tell, and the weights are of this model. What `resume: auto` alone means is looked for by the
+    run itself; so is whether vocabularies agree, which the data decide."""
     resume, init_from = job.checkpoint.resume, job.checkpoint.init_from
     if resume is not None and (resume != "auto" or init_from is not None):
         found, _ = checkpoint_files.find(job.run_dir, resume)
         if found:
             return
     if init_from is not None:
-        checkpoint_files.read_whole(Path(init_from))
+        folder = Path(init_from)
+        check_forward(folder, checkpoint_files.read_whole(folder), card, but=frozenset({"vocab_size"}))
 
 
 def check_folder(run_dir: Path) -> None:

@@ -6,6 +6,7 @@ What is wrong with a file is said in one line that names the field and its value
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -27,13 +28,19 @@ def read_config(folder: Path) -> dict[str, Any]:
     given twice, NaN and Infinity are refused too).
     """
     path = Path(folder) / "config.json"
+    if os.path.isfile(folder):  # Path's own would raise for a name that is too long
+        raise UserError(
+            f"{folder} is a file: give the folder of a Hugging Face model, with config.json and its weights"
+        )
     try:
         if path.exists() and not path.is_file():
             raise UserError(f"{path} is not a file")
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
     except FileNotFoundError:
-        raise UserError(f"{path} does not exist: give the directory of a Hugging Face model") from None
+        raise UserError(
+            f"{path} does not exist: give the folder of a Hugging Face model on this machine; nothing is downloaded"
+        ) from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     if len(content) > _MOST_BYTES:

@@ -47,7 +47,7 @@ def inspect(folder: Path, *, as_json: bool) -> None:
         ("saved", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(facts["saved"]))),
         ("written by", f"{facts['world_size']} ranks: " + " ".join(f"{k} {v}" for k, v in facts["layout"].items())),
         ("versions", versions),
-        ("files", f"{facts['files']:,}, {_size(facts['file_bytes'])}"),
+        ("files", f"{facts['files']:,}, {size_of(facts['file_bytes'])}"),
     ):
         table.add_row(name, value)
     console.print(table)
@@ -56,7 +56,7 @@ def inspect(folder: Path, *, as_json: bool) -> None:
         parts.columns[column].justify = "right"
     for name, part in facts["components"].items():
         counts = f"{part['tensors']:,}", f"{part['numbers']:,}"
-        parts.add_row(name, *counts, ", ".join(part["dtypes"]), _size(part["bytes"]))
+        parts.add_row(name, *counts, ", ".join(part["dtypes"]), size_of(part["bytes"]))
     console.print(parts)
 
 
@@ -99,14 +99,14 @@ def _verify(folder: Path, progress: Progress) -> None:
     files.check_digests(folder, manifest, progress=lambda count: progress.advance(task, count))
     files.check_index(folder, manifest)
     alone = ", weights alone" if files.holds_weights_alone(manifest) else ""
-    print(f"{folder}: whole, {len(manifest['files'])} files, {_size(total)}{alone}")
+    print(f"{folder}: whole, {len(manifest['files'])} files, {size_of(total)}{alone}")
 
 
 def _bytes(manifest: dict[str, Any]) -> int:
     return sum(int(entry["bytes"]) for entry in manifest["files"].values())
 
 
-def _size(count: float) -> str:
+def size_of(count: float) -> str:
     """`14.2 GB`, three digits."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:

@@ -15,10 +15,8 @@ from maniple.engines.megatron.checkpoint import agreement, files, tensors
 from maniple.engines.megatron.checkpoint import state as checkpoint_state
 from maniple.engines.megatron.checkpoint.agreement import agree, from_rank_0
 from maniple.engines.megatron.checkpoint.index import Index
-from maniple.engines.megatron.checkpoint.saved_card import saved_card
-from maniple.errors import UserError
+from maniple.engines.megatron.checkpoint.saved_card import check_forward
 from maniple.models.card import ModelCard
-from maniple.models.huggingface import forward_differences
 
 log = logging.getLogger("maniple")
 _OPTIMIZER, _MTP = "optimizer.", "mtp."  # of the tensors' names
@@ -45,7 +43,7 @@ def load(folder: Path, chunks, optimizer, *, card: ModelCard, job: TrainConfig) 
     missing, extra or unwritten tensors; MTP layers that this job has not are left out.
     """
     manifest = agree(lambda: files.read_manifest(folder))
-    without_mtp = _check_card(folder, manifest, card)
+    without_mtp = check_forward(folder, manifest, card)
     index = agree(lambda: files.check_index(folder, manifest))
     left_out = (_OPTIMIZER, checkpoint_state.RNG, *((_MTP,) if without_mtp else ()))
     state = checkpoint_state.weights(chunks)
@@ -57,23 +55,6 @@ def load(folder: Path, chunks, optimizer, *, card: ModelCard, job: TrainConfig) 
         log.info("its MTP layers are left out: this job has none (num_mtp_layers 0)")
     _say_type(index, job)
     return said
-
-
-def _check_card(folder: Path, manifest: dict[str, Any], card: ModelCard) -> bool:
-    """Whether MTP layers are to be left out. Raises UserError if the model is another."""
-    theirs = saved_card(folder, manifest)
-    different = forward_differences(card, theirs)
-    without_mtp = "num_mtp_layers" in different and card.num_mtp_layers == 0
-    if without_mtp:
-        different.remove("num_mtp_layers")
-    elif different == ["num_mtp_layers"]:
-        raise UserError(
-            f"checkpoint {folder} has {theirs.num_mtp_layers} MTP layers and this job {card.num_mtp_layers}: set "
-            f"model.overrides.num_mtp_layers={theirs.num_mtp_layers}" + (", or 0" if theirs.num_mtp_layers else "")
-        )
-    if different:
-        raise UserError(f"checkpoint {folder} is of another model ({theirs.name}): {', '.join(different)} differ")
-    return without_mtp
 
 
 def _origin(manifest: dict[str, Any]) -> str:

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 import maniple
 from maniple.engines.megatron.checkpoint import files
 from maniple.engines.megatron.checkpoint.assembly import DigestingFile, write_last_files
+from maniple.engines.megatron.checkpoint.saved_card import CARD
 from maniple.engines.megatron.huggingface import companions, encodings, families
 from maniple.engines.megatron.huggingface.journal import Journal, told, write_text
 from maniple.engines.megatron.huggingface.links import Chunk
@@ -38,7 +39,6 @@ from maniple.models.config_json import shown
 from maniple.models.huggingface import card_of, matching_card, quantization_of, read_config
 
 RECORD = "huggingface.json"  # what was converted: for the way back
-CARD = "card.yaml"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _OF_CONFIG = {"bfloat16": "bf16", "float32": "fp32"}
 _FILE_BYTES = 4 << 30

@@ -151,8 +151,8 @@ def _config(card: ModelCard, dtype: str, like: Path | None, record: dict[str, An
     given = read_config(like) if like else record["config"] if record else None
     if given is None:
         return config_of(card, dtype=_TORCH_NAMES[dtype])
-    if not like:  # MTP layers may have been left out
-        given = {key: card.num_mtp_layers if value and key in _MTP_LAYERS else value for key, value in given.items()}
+    if not card.num_mtp_layers:  # they may have been left out
+        given = {key: 0 if value and key in _MTP_LAYERS else value for key, value in given.items()}
     different = forward_differences(card_of(given, name=card.name), card)
     if different and like:
         raise UserError(f"{like}/config.json is of another model than the checkpoint: {', '.join(different)} differ")
