@@ -14,7 +14,6 @@ from typing import Annotated, Literal
 import typer
 
 from maniple.commands import Command, Group
-from maniple.engines.megatron.checkpoint.report import size_of
 from maniple.errors import UserError
 
 app = typer.Typer(cls=Group, help="Weights of Hugging Face's to a checkpoint, and back.")
@@ -40,6 +39,8 @@ def from_hf(
 
     with _progress(f"{folder} to {out}") as advance:
         done = converter.from_hf(folder, out, dtype=dtype, drop_mtp=mtp == "drop", progress=advance)
+    from maniple.engines.megatron.checkpoint.report import size_of
+
     card = done.shipped or out / converter.CARD
     rounded = f", {done.rounded} of its tensors rounded to {done.dtype}" if done.rounded else ""
     again = f" ({done.reused} files were there from an earlier try)" if done.reused else ""
@@ -67,6 +68,7 @@ def to_hf(
     """Make a folder that transformers loads of a checkpoint's weights."""
     size = _bytes(shard_size)
     from maniple.engines.megatron.checkpoint import files
+    from maniple.engines.megatron.checkpoint.report import size_of
 
     _check_new(out)
     files.read_manifest(checkpoint)
