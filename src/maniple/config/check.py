@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from pydantic import ValidationError
 
-from maniple.config.explain import explained
 from maniple.config.layout import checked_layout, parse_layout
 from maniple.config.schema import TrainConfig
 from maniple.errors import UserError
+from maniple.explain import explained
 from maniple.models import load_card
 from maniple.models.card import ModelCard
 

@@ -24,10 +24,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from maniple.config import yamlfile
-from maniple.config.explain import explained, shown
+from maniple import yamlfile
 from maniple.config.schema import TrainConfig
 from maniple.errors import UserError
+from maniple.explain import explained, shown
 from maniple.models.card import ModelCard
 
 PRESETS = Path(__file__).parent / "presets"

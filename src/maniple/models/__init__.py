@@ -11,9 +11,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from maniple.config import yamlfile
-from maniple.config.explain import explained
+from maniple import yamlfile
 from maniple.errors import UserError
+from maniple.explain import explained
 from maniple.models.card import MLA, ModelCard, MoE, Published, Rope, Router, Yarn
 
 __all__ = ["MLA", "MoE", "ModelCard", "Published", "Rope", "Router", "Yarn", "list_cards", "load_card"]

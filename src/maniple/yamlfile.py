@@ -1,4 +1,4 @@
-"""YAML for job files: plain data only, each key once, and the line of every key.
+"""YAML for job files and model cards: plain data only, each key once, and the line of every key.
 
 A stricter reading than PyYAML's safe one, because a job file decides what a thousand GPUs do: a repeated key, an alias
 or merge key (`extends` is the way to share) and a key that is not text are errors; dates stay text; and `1e-3` is a
