@@ -41,6 +41,7 @@ SUMMARY_KEYS = {
     "tokens_per_second_per_gpu",
     "mfu",
     "peak_memory_bytes",
+    "weights_from",
     "world_size",
     "model",
     "data",

@@ -92,8 +92,9 @@ def clip(optimizer: ChainedOptimizer, norm: float) -> None:
     """Scales the prepared gradients down to a norm of `clip_grad`, where theirs is larger."""
     for part in parts(optimizer):
         most = part.config.clip_grad
-        if most > 0 and (scale := most / (norm + 1e-6)) < 1.0:
-            torch._foreach_mul_([p.grad for p in part.get_parameters() if p.grad is not None], scale)
+        gradients = [p.grad for p in part.get_parameters() if p.grad is not None]
+        if gradients and most > 0 and (scale := most / (norm + 1e-6)) < 1.0:
+            torch._foreach_mul_(gradients, scale)
 
 
 def _fuse(optimizer: torch.optim.Optimizer | None) -> None:

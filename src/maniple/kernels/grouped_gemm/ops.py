@@ -124,7 +124,6 @@ def _wgrad_of(x_SK, source_S, layout, recipe, kernels) -> Any:
     return registry.use("grouped_gemm", recipe, x_SK.device.type, kernels, operands)
 
 
-_MAIN_GRAD = 7  # among the operators' inputs
 # what a pin of grouped_gemm_swiglu means for its gradient: the product's kernels, SwiGLU's
 _PARTS = {"hopper": ("hopper", "triton"), "hopper_fused": ("hopper", "triton")}
 _DIRECT = SimpleNamespace(
@@ -139,17 +138,17 @@ _DIRECT = SimpleNamespace(
 
 def _save(ctx, inputs, output) -> None:
     x_SK, w_G, ends_G, bias_GN, bias_scale_S, source_S, slots_TK, main_grad_G, *settings = inputs
-    ctx.save_for_backward(x_SK, w_G, ends_G, bias_GN, bias_scale_S, source_S, slots_TK, main_grad_G)
-    ctx.settings = settings
+    ctx.save_for_backward(x_SK, w_G, ends_G, bias_GN, bias_scale_S, source_S, slots_TK)
+    # kept by itself: other passes add to it before this one's backward, and what is saved must not change
+    ctx.settings, ctx.main_grad_G = settings, main_grad_G
 
 
 def _gradients(ctx, grad_SN, call) -> tuple:
-    x_SK, w_G, ends_G, bias_GN, bias_scale_S, source_S, slots_TK, main_grad_G = ctx.saved_tensors
-    main_grad_G = getattr(ctx, "main_grad_G", main_grad_G)
+    x_SK, w_G, ends_G, bias_GN, bias_scale_S, source_S, slots_TK = ctx.saved_tensors
     layout, zero_tail, *how = ctx.settings
     needs_x, needs_w, _, needs_bias, needs_scale = ctx.needs_input_grad[:5]
     grad_x_TK, grad_w_G = _product_gradients(
-        call, needs_x, needs_w, grad_SN, x_SK, w_G, ends_G, source_S, slots_TK, main_grad_G, layout, zero_tail, *how
+        call, needs_x, needs_w, grad_SN, x_SK, w_G, ends_G, source_S, slots_TK, ctx.main_grad_G, layout, zero_tail, *how
     )
     grad_bias_GN = grad_scale_S = None
     if needs_bias or needs_scale:
@@ -159,8 +158,8 @@ def _gradients(ctx, grad_SN, call) -> tuple:
 
 def _save_swiglu(ctx, inputs, output) -> None:
     x_SK, w_G, ends_G, bias_G2F, probs_S, source_S, slots_TK, main_grad_G, *settings = inputs
-    ctx.save_for_backward(x_SK, w_G, ends_G, bias_G2F, probs_S, source_S, slots_TK, main_grad_G, output[1])
-    ctx.settings = settings
+    ctx.save_for_backward(x_SK, w_G, ends_G, bias_G2F, probs_S, source_S, slots_TK, output[1])
+    ctx.settings, ctx.main_grad_G = settings, main_grad_G
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
@@ -168,8 +167,7 @@ def _save_swiglu(ctx, inputs, output) -> None:
 def _swiglu_gradients(ctx, grad_SF, call) -> tuple:
     if grad_SF is None:
         return (None,) * 18
-    x_SK, w_G, ends_G, bias_G2F, probs_S, source_S, slots_TK, main_grad_G, x_S2F = ctx.saved_tensors
-    main_grad_G = getattr(ctx, "main_grad_G", main_grad_G)
+    x_SK, w_G, ends_G, bias_G2F, probs_S, source_S, slots_TK, x_S2F = ctx.saved_tensors
     alpha, limit, up_offset, gate_up, layout, _, zero_tail, recipe, kernels, splits = ctx.settings
     product_kernels, swiglu_kernels = _PARTS.get(kernels, (kernels, kernels))
     how = recipe, product_kernels, splits
@@ -178,7 +176,19 @@ def _swiglu_gradients(ctx, grad_SF, call) -> tuple:
         grad_SF, x_S2F, probs_S, ends_G, alpha, limit, up_offset, gate_up, swiglu_kernels
     )
     grad_x_TK, grad_w_G = _product_gradients(
-        call, needs_x, needs_w, grad_S2F, x_SK, w_G, ends_G, source_S, slots_TK, main_grad_G, layout, zero_tail, *how
+        call,
+        needs_x,
+        needs_w,
+        grad_S2F,
+        x_SK,
+        w_G,
+        ends_G,
+        source_S,
+        slots_TK,
+        ctx.main_grad_G,
+        layout,
+        zero_tail,
+        *how,
     )
     grad_bias_G2F = call.bias_grad(grad_S2F, ends_G, bias_G2F, None, *how)[0] if needs_bias else None
     return grad_x_TK, grad_w_G, None, grad_bias_G2F, grad_probs_S if needs_probs else None, *[None] * 13
@@ -216,19 +226,12 @@ def _product_gradients(
     return grad_x_TK, grad_w_G
 
 
-def _apart(ctx, inputs: tuple) -> tuple:
-    """The inputs without `main_grad_G`, which is kept by itself: other passes change it before this one's backward, and
-    what is saved must not change."""
-    ctx.main_grad_G = inputs[_MAIN_GRAD]
-    return *inputs[:_MAIN_GRAD], None, *inputs[_MAIN_GRAD + 1 :]
-
-
 class GroupedGemm(torch.autograd.Function):
     """`maniple::grouped_gemm` and its gradient without the dispatcher."""
 
     @staticmethod
     def forward(ctx, *inputs):
-        _save(ctx, _apart(ctx, inputs), None)
+        _save(ctx, inputs, None)
         return forward(*inputs)
 
     @staticmethod
@@ -243,7 +246,7 @@ class GroupedGemmSwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):
         output = forward_swiglu(*inputs)
-        _save_swiglu(ctx, _apart(ctx, inputs), output)
+        _save_swiglu(ctx, inputs, output)
         return output
 
     @staticmethod
