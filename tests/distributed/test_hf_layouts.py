@@ -22,6 +22,9 @@ CARDS = {
     "gpt-oss": ("gpt-oss-20b", {}),
     "qwen3": ("qwen3-30b-a3b", {}),
     "minimax-m2": ("minimax-m2", {}),
+    "deepseek-v2": ("deepseek-v2", {"num_layers": 2}),
+    "kimi-k2": ("kimi-k2", {"num_layers": 2}),
+    "mixtral": ("mixtral-8x7b", {}),
 }
 LAYOUTS = {
     "alone": (1, {}),
