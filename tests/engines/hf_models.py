@@ -69,11 +69,12 @@ def contents(folder: Path) -> dict[str, Any]:
     return found
 
 
-def refused(capsys, *words: object) -> str:
-    """The one line that the command line ends with, and exit code 2."""
+def refused(capsys, *words: object, out: Path | None = None) -> str:
+    """The one line that the command line ends with, and exit code 2. out: what it has not made."""
     assert cli.main([str(word) for word in words]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
+    printed, err = capsys.readouterr()
+    assert printed == ""
+    assert out is None or not out.exists()
     assert err.startswith("maniple: error: ")
     assert err.count("\n") == 1
     assert len(err) < 700

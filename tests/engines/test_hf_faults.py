@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,14 +46,7 @@ def source(models, tmp_path) -> Path:
 
 @pytest.fixture
 def refusal(capsys, tmp_path):
-    """The one line that a command ends with; OUT is not there."""
-
-    def run(*words) -> str:
-        said = hf_models.refused(capsys, *words)
-        assert not (tmp_path / "out").exists()
-        return said
-
-    return run
+    return partial(hf_models.refused, capsys, out=tmp_path / "out")
 
 
 def change(path: Path, **tensors) -> None:

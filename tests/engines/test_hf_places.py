@@ -9,6 +9,7 @@ import resource
 import shlex
 import shutil
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,14 +54,7 @@ def weights(models, tmp_path) -> Path:
 
 @pytest.fixture
 def refusal(capsys, tmp_path):
-    """The one line that a command ends with; OUT is not there."""
-
-    def run(*words) -> str:
-        said = hf_models.refused(capsys, *words)
-        assert not (tmp_path / "out").exists()
-        return said
-
-    return run
+    return partial(hf_models.refused, capsys, out=tmp_path / "out")
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.distributed.test_reshard import contents
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.timeout(900)
 JOB = """
 model: {card: deepseek-v3, variant: tiny}
 data: {source: synthetic, sequence_length: 128}
