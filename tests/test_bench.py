@@ -125,16 +125,18 @@ def test_on_a_gpu_events_enclose_the_call_alone(monkeypatch):
 
         def elapsed_time(self, end):
             assert done[-1] == "synchronize"
-            return float(end.at - self.at)
+            return 10.0 * (end.at - self.at)
 
     flush = types.SimpleNamespace(zero_=lambda: done.append("flush"))
     cuda = types.SimpleNamespace(Event=Event, synchronize=lambda device: done.append("synchronize"))
     monkeypatch.setattr(timing, "torch", types.SimpleNamespace(cuda=cuda, empty=lambda *a, **k: flush, uint8=None))
     calls = {name: lambda name=name: done.append(name) for name in "ab"}
-    times = timing.interleaved(calls, torch.device("cuda"), rounds=2)
-    a_round = ["flush", "event", "a", "event", "flush", "event", "b", "event"]
-    assert done == ["a"] * 3 + ["b"] * 3 + a_round * 2 + ["synchronize"]
-    assert times["a"] == timing.Times(2.0, 2.0, 2.0, 2)
+    times = timing.interleaved(calls, torch.device("cuda"), rounds=3)
+    measured = [word for name in "ab" for word in ("event", name, "event", "synchronize")]  # a call lasts 20
+    # two calls fill 30 ms, after one that does not count; the second turn is there for the third round
+    turns = [word for name in "ab" for word in ["flush", "event", name, "event"] * 3] * 2
+    assert done == ["a"] * 3 + ["b"] * 3 + measured + turns + ["synchronize"]
+    assert times["a"] == timing.Times(20.0, 20.0, 20.0, 4)
 
 
 def test_times_are_medians_and_fifths():

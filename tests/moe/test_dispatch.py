@@ -9,11 +9,11 @@ from tests.distributed_utils import run_ranks
 from tests.moe.oracle import GPT_OSS, SPEC, D, E, Weights
 from tests.poison import relative_error
 
-from maniple.kernels.routing import route
+from maniple.kernels.routing import route, router_logits
 from maniple.moe.dispatch import AllToAllDispatcher, LocalDispatcher
 from maniple.moe.experts import expert_mlp
 from maniple.moe.layer import moe_forward
-from maniple.moe.router import load_balance_loss, router_logits
+from maniple.moe.router import load_balance_loss
 
 pytestmark = pytest.mark.distributed
 

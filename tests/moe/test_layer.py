@@ -5,12 +5,11 @@ import torch
 from tests.moe.oracle import GPT_OSS, SPEC, D, E, F, K, Weights, dense_moe_oracle
 from tests.poison import relative_error
 
-from maniple.kernels.routing import RouterSpec, route
+from maniple.kernels.routing import RouterSpec, route, router_logits
 from maniple.models.card import MoE
 from maniple.moe.dispatch import LocalDispatcher
 from maniple.moe.experts import ExpertActivation, expert_mlp
 from maniple.moe.layer import moe_forward
-from maniple.moe.router import router_logits
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 13])

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from tests.poison import relative_error
 from torch.utils.checkpoint import checkpoint
 
-from maniple.kernels.routing import RouterSpec, route
-from maniple.moe.router import attach_aux_loss, load_balance_loss, router_logits
+from maniple.kernels.routing import RouterSpec, route, router_logits
+from maniple.moe.router import attach_aux_loss, load_balance_loss
 
 S, B, E, K = 5, 3, 8, 2
 V3 = RouterSpec(E, K, score="sigmoid", num_groups=4, group_topk=2, group_score="sum_top2")

@@ -5,10 +5,9 @@ import torch
 from tests.moe.oracle import Weights, dense_moe_oracle
 from tests.poison import relative_error
 
-from maniple.kernels.routing import RouterSpec, route
+from maniple.kernels.routing import RouterSpec, route, router_logits
 from maniple.moe.dispatch import LocalDispatcher
 from maniple.moe.layer import moe_forward
-from maniple.moe.router import router_logits
 
 
 def random_weights(hidden, width, experts):

@@ -15,11 +15,10 @@ import torch
 from maniple.bench.layer_shapes import LayerShape
 from maniple.bench.operands import BOUNDS
 from maniple.errors import UserError
-from maniple.kernels.routing import RouterSpec
+from maniple.kernels.routing import RouterSpec, router_logits
 from maniple.kernels.routing import reference as routing_reference
 from maniple.kernels.swiglu import reference as swiglu_reference
 from maniple.moe.experts import ExpertActivation
-from maniple.moe.router import router_logits
 
 GPT_OSS = ExpertActivation(alpha=1.702, limit=7.0, up_offset=1.0)
 # Of the outputs, and of the gradients of x and of the experts: three products and an activation in a row.

@@ -21,10 +21,9 @@ from maniple.errors import UserError
 from maniple.kernels import quantize, registry
 from maniple.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from maniple.kernels.permute import permute_probs, sort_by_expert
-from maniple.kernels.routing import route
+from maniple.kernels.routing import route, router_logits
 from maniple.moe.dispatch import LocalDispatcher
 from maniple.moe.experts import expert_mlp
-from maniple.moe.router import router_logits
 
 Mark = Callable[[str], None]
 Variants = Literal["selected", "few", "all"]

@@ -67,7 +67,7 @@ class Experts:
 
         def step() -> torch.Tensor:
             out_SD = forward()
-            grads = torch.autograd.grad(out_SD, leaves, self.grad_SD)
+            grads = torch.autograd.grad(out_SD, leaves, self.grad_SD, allow_unused=adds)  # None of what is added
             if not adds:
                 for weight, grad in zip(leaves[2:], grads[2:], strict=True):
                     weight.main_grad.add_(grad)

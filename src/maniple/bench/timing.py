@@ -1,7 +1,8 @@
-"""Times of calls that take turns: what slows one round down (clocks, heat, a neighbour) slows all of them down."""
+"""Times of calls that take turns: what slows one turn down (clocks, heat, a neighbour) slows all of them down."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -11,6 +12,7 @@ import torch
 
 FLUSH_BYTES = 2**30  # more than any cache; filling it also hides what a call costs the host before its kernel starts
 WARM_UP = 3
+BURST = 30.0  # milliseconds
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,12 @@ class Times:
 def interleaved(
     calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: int, hidden: int = 1
 ) -> dict[str, Times]:
-    """Times every call `rounds` times, one after the other in each round.
+    """Times every call `rounds` times or somewhat more, in turns: on a CPU one call a turn, on a GPU a burst of them.
 
     On a GPU caches hold none of a call's operands when it begins, and the events around each call are read after the
-    last round: the host never waits in between. hidden: how often the gigabyte is written, for calls of many kernels.
+    last turn: the host never waits in between. A burst lasts `BURST` milliseconds, after a third as many calls that do
+    not count: so every call runs at the clock that its own power allows, as it would in training, and not at the one
+    that its neighbours left. hidden: how often the gigabyte is written, for calls of many kernels.
     """
     for call in calls.values():
         for _ in range(WARM_UP if device.type == "cuda" else 1):
@@ -50,15 +54,35 @@ def interleaved(
         return {name: Times.of(each) for name, each in took.items()}
 
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+    bursts = {name: _burst(call, device, rounds) for name, call in calls.items()}
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
-    for _ in range(rounds):
+    while any(len(pairs) < rounds for pairs in events.values()):
         for name, call in calls.items():
-            pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            for _ in range(hidden):
-                flush.zero_()
-            pair[0].record()
-            call()
-            pair[1].record()
-            events[name].append(pair)
+            if len(events[name]) >= rounds:
+                continue
+            uncounted = -(-bursts[name] // 3)
+            for number in range(uncounted + bursts[name]):
+                for _ in range(hidden):
+                    flush.zero_()
+                pair = _event(), _event()
+                pair[0].record()
+                call()
+                pair[1].record()
+                if number >= uncounted:
+                    events[name].append(pair)
     torch.cuda.synchronize(device)
     return {name: Times.of([start.elapsed_time(end) for start, end in pairs]) for name, pairs in events.items()}
+
+
+def _burst(call: Callable[[], object], device: torch.device, rounds: int) -> int:
+    """Calls that last `BURST` milliseconds, `rounds` at most."""
+    start, end = _event(), _event()
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize(device)
+    return min(rounds, math.ceil(BURST / max(start.elapsed_time(end), 1e-3)))
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from maniple.kernels.routing import RouterSpec, Routing, route
+from maniple.kernels.routing import RouterSpec, Routing, route, router_logits
 from maniple.moe.dispatch import Dispatcher
 from maniple.moe.experts import ExpertActivation, expert_mlp
-from maniple.moe.router import router_logits
 
 
 def moe_forward(

@@ -1,4 +1,4 @@
-"""What surrounds routing in training: logits, the load-balance loss over process groups, its way into the gradient."""
+"""What surrounds routing in training: the load-balance loss over process groups, its way into the gradient."""
 
 from __future__ import annotations
 
@@ -6,14 +6,8 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from maniple.kernels.routing import Routing
-
-
-def router_logits(x_TD: torch.Tensor, weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None) -> torch.Tensor:
-    """fp32 logits `[T, E]` from operands cast to fp32 first, whatever their dtype."""
-    return F.linear(x_TD.float(), weight_ED.float(), None if bias_E is None else bias_E.float())
 
 
 def load_balance_loss(

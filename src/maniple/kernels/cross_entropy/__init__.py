@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from maniple.kernels import chips, custom_ops, registry
+from maniple.kernels import chips, custom_ops, main_grad, registry
 from maniple.kernels.cross_entropy import reference
 
 __all__ = ["Exchange", "linear_cross_entropy"]
@@ -61,7 +61,7 @@ def linear_cross_entropy(
     would; sums are fp32. chunk_tokens: as many at a time; None: those of 512 MiB of logits.
 
     fuse_wgrad_accumulation: backward adds the weight's gradient to `w_VD.main_grad` (fp32) and sets
-    `w_VD.grad_added_to_main_grad`; what it returns has undefined values. Raises ValueError for operands that do not
+    `w_VD.grad_added_to_main_grad` (`maniple.kernels.main_grad.added`). Raises ValueError for operands that do not
     agree.
     """
     if w_VD.dim() != 2 or not hidden.dim() or hidden.shape[-1] != w_VD.shape[1] or hidden.dtype != w_VD.dtype:
@@ -135,8 +135,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             received = (lambda: grad_h) if settings.exchange is None else settings.exchange.reduce(grad_h)
         grad_w_VD = None
         if settings.fuse:
-            w_VD.grad_added_to_main_grad = True
-            grad_w_VD = torch.empty_like(w_VD)
+            grad_w_VD = main_grad.added(w_VD)
         elif total_VD is not None:
             grad_w_VD = total_VD.to(w_VD.dtype)
         return None if received is None else received(), grad_w_VD, None, None

@@ -2,7 +2,7 @@
 
 `grouped_gemm` multiplies; `grouped_gemm_swiglu` is an expert's first layer with its activation. An implementation is an
 object with the functions of `reference.py`; one that does not serve all operands says so with
-`refusal(x, w, layout, gathers)`, for SwiGLU with `gate_up` after them. `ops.py` has the operators that PyTorch knows by
+`refusal(x, w, layout, gathers, gate_up, grad_columns)`. `ops.py` has the operators that PyTorch knows by
 name.
 """
 
@@ -77,8 +77,8 @@ def grouped_gemm(
     groups: none). A `Permutation` of `maniple.kernels.permute` has both: `order_S // K` and `position_TK`.
 
     fuse_wgrad_accumulation: backward adds the weight's gradient to `w_G.main_grad` (fp32, w's shape) in place, sets
-    `w_G.grad_added_to_main_grad = True` (in a compiled graph forward does) and returns a gradient of undefined values,
-    as Megatron-Core's DDP expects.
+    `w_G.grad_added_to_main_grad = True` (in a compiled graph forward does) and leaves a `.grad` without meaning, as
+    Megatron-Core's DDP expects: `maniple.kernels.main_grad.added`.
     recipe: "bf16" multiplies x as it is. "fp8", "fp8_block" and "mxfp8" quantize x, w and the result's gradient first,
     with what weight_cache keeps of w between optimizer steps; `low_precision.quantized_grouped_gemm` has their other
     options.

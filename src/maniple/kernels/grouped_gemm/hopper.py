@@ -48,12 +48,12 @@ def forward(
     groups, n = w_G.shape[0], w_G.shape[1 if layout == "nk" else 2]
     out_SN = x_SK.new_empty(rows, n)
     _check({"x": x_SK, "w": w_G, "the result": out_SN})
-    tile = launch.rows_tile("hopper", 2, n)
+    tile = launch.hopper_tile(n, k, layout)
     block = [1, tile.columns, tile.depth] if layout == "nk" else [1, tile.depth, tile.columns]
     rows_kernel[(portable.programs(x_SK),)](
         descriptor(x_SK, [tile.rows // 2, tile.depth]),
         descriptor(w_G, block),
-        descriptor(out_SN, [tile.rows // 2, tile.columns]),
+        descriptor(out_SN, [tile.rows // 2, tile.columns // tile.parts]),
         out_SN,
         ends_G,
         None if bias_GN is None else bias_GN.contiguous(),
@@ -65,6 +65,7 @@ def forward(
         NK=layout == "nk",
         BIAS=bias_GN is not None,
         SCALE=bias_scale_S is not None,
+        PARTS=tile.parts,
         **constants(tile),
     )
     if zero_tail:
@@ -152,14 +153,22 @@ def writes(out: torch.Tensor, accumulate: bool) -> bool:
 
 
 def refusal(
-    x_SK: torch.Tensor | None, w_G: torch.Tensor | None, layout: str, gathers: bool = False, gate_up: str = "stacked"
+    x_SK: torch.Tensor | None,
+    w_G: torch.Tensor | None,
+    layout: str,
+    gathers: bool = False,
+    gate_up: str = "stacked",
+    grad_columns: int = 8,
 ) -> str | None:
     """Why rows times weights, or a weight gradient, cannot run here; None if it can.
 
     None for x: a gradient that is copied where it must be; None for w: a weight gradient. gate_up may be either.
+    grad_columns: of the result's gradient, where that is an operand.
     """
     if gathers:
         return "gathers no rows"
+    if grad_columns % 8:
+        return f"needs gradients of a multiple of 8 columns, and they have {grad_columns}"
     for name, tensor in (("x", x_SK), ("w", w_G)):
         if tensor is None:
             continue

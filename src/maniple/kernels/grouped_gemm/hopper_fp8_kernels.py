@@ -171,15 +171,23 @@ def _compute_rows(
                 w_scales += (n0 // 128) * w_scale_row
             left = zero
             right = zero
+            if BLOCK:
+                w_scale = gl.load(w_scales)
+                beside = gl.load(w_scales + w_scale_row, mask=n0 + 128 < N, other=0.0)
             for block in range(blocks):
                 stage = turn % STAGES
                 mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
                 a = a_smem.index(2 * stage + HALF)
                 b = b_smem.index(stage).reshape((COLUMNS, 128))
                 part = warpgroup_mma(a, b.slice(0, 128, dim=0).permute((1, 0)), zero, use_acc=False, is_async=True)
-                if BLOCK:  # scales are read while the product runs
+                if BLOCK:  # scales are read while the product runs, the weight's a block ahead: they come from the L2
                     x_scale = scale_smem.index(stage).slice(HALF * 64, 64).load(gl.SliceLayout(1, MMA))
-                    scale = x_scale * gl.load(w_scales + block * w_scale_block)
+                    scale = x_scale * w_scale
+                    scale_beside = x_scale * beside
+                    ahead = w_scales + (block + 1) * w_scale_block
+                    w_scale = gl.load(ahead, mask=block + 1 < blocks, other=0.0)
+                    if WIDE:
+                        beside = gl.load(ahead + w_scale_row, mask=(block + 1 < blocks) & (n0 + 128 < N), other=0.0)
                 part = warpgroup_mma_wait(0, deps=(part,))
                 if not WIDE:
                     mbarrier.arrive(empty.index(stage), count=1)
@@ -188,12 +196,9 @@ def _compute_rows(
                     part = warpgroup_mma(
                         a, b.slice(128, 128, dim=0).permute((1, 0)), part, use_acc=False, is_async=True
                     )
-                    if BLOCK:
-                        beside = w_scales + block * w_scale_block + w_scale_row
-                        scale = x_scale * gl.load(beside, mask=n0 + 128 < N, other=0.0)
                     part = warpgroup_mma_wait(0, deps=(part,))
                     mbarrier.arrive(empty.index(stage), count=1)
-                    right += part * scale[:, None] if BLOCK else part
+                    right += part * scale_beside[:, None] if BLOCK else part
                 turn += 1
             if not BLOCK:
                 scale = gl.load(x_scale_ptr) * gl.load(w_scales)

@@ -158,7 +158,8 @@ def _compute_wgrad(
         if start < end or not ACCUMULATE:
             this = out_smem.index(HALF * BUFFERS)
             other = out_smem.index(HALF * BUFFERS + BUFFERS - 1)
-            _finish_wgrad(left, out_desc, this, other, g, a0, b0, ACCUMULATE, BUFFERS - 1)
+            # a block that is written is the tile's only one where it is narrow: the last one went out of the same room
+            _finish_wgrad(left, out_desc, this, other, g, a0, b0, ACCUMULATE, BUFFERS - 1 if WIDE or ACCUMULATE else 0)
             if WIDE and ACCUMULATE:
                 _finish_wgrad(right, out_desc, this, other, g, a0, b0 + 128, ACCUMULATE, BUFFERS - 1)
             elif WIDE:

@@ -101,6 +101,7 @@ def _compute_rows(
     COLUMNS: gl.constexpr,
     DEPTH: gl.constexpr,
     STAGES: gl.constexpr,
+    PARTS: gl.constexpr,
     BAND: gl.constexpr,
 ):
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -144,10 +145,12 @@ def _compute_rows(
                 else:
                     acc += bias[None, :]
             if row0 + ROWS // 2 <= end:
-                tma.store_wait(0)
-                staged.store(acc.to(out_desc.dtype))
-                fence_async_shared()
-                tma.async_copy_shared_to_global(out_desc, [row0, n0], staged)
+                if PARTS == 1:
+                    _store(out_desc, acc, staged, row0, n0)
+                else:
+                    left, right = halves(acc, COLUMNS)
+                    _store(out_desc, left, staged, row0, n0)
+                    _store(out_desc, right, staged, row0, n0 + COLUMNS // 2)
             elif row0 < end:
                 ptrs = out_ptr + rows.to(gl.int64)[:, None] * out_row + columns[None, :]
                 gl.store(ptrs, acc.to(out_desc.dtype), mask=(rows < end)[:, None] & (columns < N)[None, :])
@@ -155,6 +158,14 @@ def _compute_rows(
         first = last
         start = end
     tma.store_wait(0)
+
+
+@gluon.jit
+def _store(out_desc, values, staged, row0, n0):
+    tma.store_wait(0)  # what was there before has been read
+    staged.store(values.to(out_desc.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out_desc, [row0, n0], staged)
 
 
 @gluon.jit
@@ -177,6 +188,7 @@ def rows_kernel(
     COLUMNS: gl.constexpr,
     DEPTH: gl.constexpr,
     STAGES: gl.constexpr,
+    PARTS: gl.constexpr,
     BAND: gl.constexpr,
     LOADER: gl.constexpr,
     CONSUMER: gl.constexpr,
@@ -186,7 +198,7 @@ def rows_kernel(
     # (Gluon's compiler takes neither starred lists nor tuples that are put together)
     a_smem = gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES, ROWS // 2, DEPTH], x_desc.layout)
     b_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)  # noqa: RUF005
-    out_smem = gl.allocate_shared_memory(out_desc.dtype, [2, ROWS // 2, COLUMNS], out_desc.layout)
+    out_smem = gl.allocate_shared_memory(out_desc.dtype, [2, ROWS // 2, COLUMNS // PARTS], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -198,12 +210,12 @@ def rows_kernel(
             (_compute_rows, (
                 out_desc, out_ptr, ends_ptr, bias_ptr, scale_ptr, a_smem, b_smem, out_smem, full, empty, N, K, out_row,
                 gl.constexpr(0),
-                GROUPS, NK, BIAS, SCALE, ROWS, COLUMNS, DEPTH, STAGES, BAND,
+                GROUPS, NK, BIAS, SCALE, ROWS, COLUMNS, DEPTH, STAGES, PARTS, BAND,
             )),
             (_compute_rows, (
                 out_desc, out_ptr, ends_ptr, bias_ptr, scale_ptr, a_smem, b_smem, out_smem, full, empty, N, K, out_row,
                 gl.constexpr(1),
-                GROUPS, NK, BIAS, SCALE, ROWS, COLUMNS, DEPTH, STAGES, BAND,
+                GROUPS, NK, BIAS, SCALE, ROWS, COLUMNS, DEPTH, STAGES, PARTS, BAND,
             )),
             (_load_rows, (
                 x_desc, w_desc, ends_ptr, a_smem, b_smem, full, empty, N, K,

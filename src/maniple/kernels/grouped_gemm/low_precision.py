@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 import torch
 
-from maniple.kernels import chips, registry
+from maniple.kernels import chips, main_grad, registry
+from maniple.kernels.forgotten import forget, hold, is_forgotten
 from maniple.kernels.grouped_gemm import low_precision_reference
 from maniple.kernels.grouped_gemm.low_precision_ops import OP, Operand, operators_for, split
 from maniple.kernels.grouped_gemm.operands import check_operands
@@ -195,6 +196,14 @@ class _QuantizedGroupedGemm(torch.autograd.Function):
         quantizer = settings.quantizer
         needs_x, needs_w = ctx.needs_input_grad[:2]
         x, x_turned, turned_ends_G = quantizer.rows(x_SK, ends_G, settings.dtype, True, needs_w, source_S)
+        if x_turned is not None and is_forgotten(x_SK):
+            rows = hold(x_SK)
+
+            def turned_again() -> list[torch.Tensor]:
+                made = split(quantizer.rows(rows(), ends_G, settings.dtype, False, True, source_S)[1])
+                return [part for part in made if part is not None]
+
+            forget([part for part in split(x_turned) if part is not None], turned_again)
         w, w_turned = quantizer.weight(w_G, settings.dtype, needs_x)
         operators = operators_for(x_SK)
         # emulated weights are made anew in backward: kept they would cost a copy of the weight in bf16
@@ -237,8 +246,7 @@ class _QuantizedGroupedGemm(torch.autograd.Function):
             operands = *split(grad_turned), x, x_scales, turned_ends_G, quantizer.layout
             if settings.fuse:
                 operators.wgrad_add(*operands, ctx.main.main_grad, recipe, kernels)
-                ctx.main.grad_added_to_main_grad = True
-                grad_w_G = torch.empty_like(ctx.main)
+                grad_w_G = main_grad.added(ctx.main)
             else:
                 grad_w_G = operators.wgrad(*operands, ctx.w_dtype, recipe, kernels)
         if needs_bias or needs_scale:

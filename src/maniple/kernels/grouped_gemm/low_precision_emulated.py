@@ -46,7 +46,7 @@ def wgrad(
 ) -> torch.Tensor:
     """As the reference's; a new result has x's dtype."""
     grad_SN, x_SK = grad_NS.t(), x_KS.t()
-    fn = _bf16(x_SK, None, layout)
+    fn = _bf16(x_SK, None, layout, grad_SN.shape[1])
     return fn.wgrad(x_SK, grad_SN, ends_G, layout=layout, out=out, accumulate=accumulate)
 
 
@@ -63,6 +63,7 @@ def bias_grad(
     return fn.bias_grad(grad_SN, ends_G, bias_GN, bias_scale_S, splits=splits)
 
 
-def _bf16(x_SK: torch.Tensor, w_G: torch.Tensor | None, layout: str) -> Any:
-    """What multiplies; without w, for a weight gradient."""
-    return registry.use("grouped_gemm", "bf16", x_SK.device.type, None, (x_SK, w_G, layout, False))
+def _bf16(x_SK: torch.Tensor, w_G: torch.Tensor | None, layout: str, grad_columns: int = 8) -> Any:
+    """What multiplies; without w, for a weight gradient, with a gradient of so many columns."""
+    operands = x_SK, w_G, layout, False, "stacked", grad_columns
+    return registry.use("grouped_gemm", "bf16", x_SK.device.type, None, operands)

@@ -7,13 +7,15 @@ calls them by their names.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from maniple.kernels import custom_ops, registry
+from maniple.kernels import custom_ops, main_grad, registry
 from maniple.kernels.swiglu import backward as swiglu_backward
+from maniple.kernels.swiglu import swiglu
 
 
 def forward(
@@ -88,7 +90,7 @@ def forward_swiglu(
 
 def dgrad(grad_SN, w_G, ends_G, layout, zero_tail, recipe, kernels, splits) -> torch.Tensor:
     """`maniple::grouped_gemm_dgrad`: gradient of the rows that were multiplied, `[S, K]`."""
-    operands = None, w_G, "kn" if layout == "nk" else "nk", False
+    operands = None, w_G, "kn" if layout == "nk" else "nk", False, "stacked", grad_SN.shape[1]
     implementation = registry.use("grouped_gemm", recipe, grad_SN.device.type, kernels, operands)
     return implementation.dgrad(grad_SN, w_G, ends_G, layout=layout, zero_tail=zero_tail, splits=splits)
 
@@ -100,13 +102,13 @@ def gather_sum(rows_SD, slots_TK, ends_G, recipe, kernels) -> torch.Tensor:
 
 def wgrad(x_SK, grad_SN, ends_G, source_S, layout, recipe, kernels, splits) -> torch.Tensor:
     """`maniple::grouped_gemm_wgrad`: gradient of the weights in their layout and x's dtype."""
-    implementation = _wgrad_of(x_SK, source_S, layout, recipe, kernels)
+    implementation = _wgrad_of(x_SK, grad_SN, source_S, layout, recipe, kernels)
     return implementation.wgrad(x_SK, grad_SN, ends_G, source_S=source_S, layout=layout, splits=splits)
 
 
 def wgrad_add(x_SK, grad_SN, ends_G, source_S, out_G, layout, recipe, kernels, splits) -> None:
     """`maniple::grouped_gemm_wgrad_add`: adds the gradient of the weights to `out_G`, once."""
-    implementation = _wgrad_of(x_SK, source_S, layout, recipe, kernels)
+    implementation = _wgrad_of(x_SK, grad_SN, source_S, layout, recipe, kernels)
     implementation.wgrad(
         x_SK, grad_SN, ends_G, source_S=source_S, layout=layout, out=out_G, accumulate=True, splits=splits
     )
@@ -119,8 +121,8 @@ def bias_grad(grad_SN, ends_G, bias_GN, bias_scale_S, recipe, kernels, splits) -
     return grad_bias_GN, grad_SN.new_empty(0) if grad_scale_S is None else grad_scale_S
 
 
-def _wgrad_of(x_SK, source_S, layout, recipe, kernels) -> Any:
-    operands = x_SK, None, layout, source_S is not None
+def _wgrad_of(x_SK, grad_SN, source_S, layout, recipe, kernels) -> Any:
+    operands = x_SK, None, layout, source_S is not None, "stacked", grad_SN.shape[1]
     return registry.use("grouped_gemm", recipe, x_SK.device.type, kernels, operands)
 
 
@@ -140,7 +142,7 @@ def _save(ctx, inputs, output) -> None:
     x_SK, w_G, ends_G, bias_GN, bias_scale_S, source_S, slots_TK, main_grad_G, *settings = inputs
     ctx.save_for_backward(x_SK, w_G, ends_G, bias_GN, bias_scale_S, source_S, slots_TK)
     # kept by itself: other passes add to it before this one's backward, and what is saved must not change
-    ctx.settings, ctx.main_grad_G = settings, main_grad_G
+    ctx.settings, ctx.main_grad_G, ctx.main = settings, main_grad_G, None if main_grad_G is None else w_G
 
 
 def _gradients(ctx, grad_SN, call) -> tuple:
@@ -148,7 +150,7 @@ def _gradients(ctx, grad_SN, call) -> tuple:
     layout, zero_tail, *how = ctx.settings
     needs_x, needs_w, _, needs_bias, needs_scale = ctx.needs_input_grad[:5]
     grad_x_TK, grad_w_G = _product_gradients(
-        call, needs_x, needs_w, grad_SN, x_SK, w_G, ends_G, source_S, slots_TK, ctx.main_grad_G, layout, zero_tail, *how
+        ctx, call, needs_x, needs_w, grad_SN, x_SK, w_G, ends_G, source_S, slots_TK, layout, zero_tail, *how
     )
     grad_bias_GN = grad_scale_S = None
     if needs_bias or needs_scale:
@@ -159,7 +161,7 @@ def _gradients(ctx, grad_SN, call) -> tuple:
 def _save_swiglu(ctx, inputs, output) -> None:
     x_SK, w_G, ends_G, bias_G2F, probs_S, source_S, slots_TK, main_grad_G, *settings = inputs
     ctx.save_for_backward(x_SK, w_G, ends_G, bias_G2F, probs_S, source_S, slots_TK, output[1])
-    ctx.settings, ctx.main_grad_G = settings, main_grad_G
+    ctx.settings, ctx.main_grad_G, ctx.main = settings, main_grad_G, None if main_grad_G is None else w_G
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
@@ -176,25 +178,35 @@ def _swiglu_gradients(ctx, grad_SF, call) -> tuple:
         grad_SF, x_S2F, probs_S, ends_G, alpha, limit, up_offset, gate_up, swiglu_kernels
     )
     grad_x_TK, grad_w_G = _product_gradients(
-        call,
-        needs_x,
-        needs_w,
-        grad_S2F,
-        x_SK,
-        w_G,
-        ends_G,
-        source_S,
-        slots_TK,
-        ctx.main_grad_G,
-        layout,
-        zero_tail,
-        *how,
+        ctx, call, needs_x, needs_w, grad_S2F, x_SK, w_G, ends_G, source_S, slots_TK, layout, zero_tail, *how
     )
     grad_bias_G2F = call.bias_grad(grad_S2F, ends_G, bias_G2F, None, *how)[0] if needs_bias else None
     return grad_x_TK, grad_w_G, None, grad_bias_G2F, grad_probs_S if needs_probs else None, *[None] * 13
 
 
+def activation_again(act_SF: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+    """Computes the result of `grouped_gemm_swiglu`, or of `swiglu`, again from the gate and up that its gradient keeps:
+    the same bits, as long as its own backward has not run. None where nothing is kept."""
+    node = act_SF.grad_fn
+    if node is None:
+        return None
+
+    def again() -> torch.Tensor:
+        saved: Any = node.saved_tensors  # asked of the node, since hooks may have put them elsewhere
+        alpha, limit, up_offset, gate_up, *others = node.settings
+        if len(saved) == 3:
+            (x_S2F, probs_S, ends_G), kernels = saved, others[-1]
+        else:
+            ends_G, probs_S, x_S2F = saved[2], saved[4], saved[7]
+            kernels = _PARTS.get(others[-2], (others[-2],) * 2)[1]
+        form: Any = dict(alpha=alpha, limit=limit, up_offset=up_offset, layout=gate_up, kernels=kernels)
+        return swiglu(x_S2F, probs_S, ends_G=ends_G, **form)
+
+    return again
+
+
 def _product_gradients(
+    ctx,
     call,
     needs_x,
     needs_w,
@@ -204,23 +216,21 @@ def _product_gradients(
     ends_G,
     source_S,
     slots_TK,
-    main_grad_G,
     layout,
     zero_tail,
     recipe,
     kernels,
     splits,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of x and of w, each if it is needed. With `main_grad_G` w's is added there, and a dummy returned."""
+    """Gradients of x and of w, each if it is needed. With a `main_grad_G` w's is added there: see `main_grad.added`."""
     grad_x_TK = grad_w_G = None
     if needs_x:
         grad_x_TK = call.dgrad(grad_SN, w_G, ends_G, layout, zero_tail, recipe, kernels, splits)
         if source_S is not None:
             grad_x_TK = call.gather_sum(grad_x_TK, slots_TK, ends_G, recipe, kernels)
-    if needs_w and main_grad_G is not None:
-        call.wgrad_add(x_SK, grad_SN, ends_G, source_S, main_grad_G, layout, recipe, kernels, splits)
-        w_G.grad_added_to_main_grad = True
-        grad_w_G = torch.empty_like(w_G)
+    if needs_w and ctx.main is not None:
+        call.wgrad_add(x_SK, grad_SN, ends_G, source_S, ctx.main_grad_G, layout, recipe, kernels, splits)
+        grad_w_G = main_grad.added(ctx.main)  # the weight itself: hooks of saved tensors may have replaced `w_G`
     elif needs_w:
         grad_w_G = call.wgrad(x_SK, grad_SN, ends_G, source_S, layout, recipe, kernels, splits)
     return grad_x_TK, grad_w_G

@@ -11,6 +11,8 @@ The functions at the end have the interface of `reference.py`. Shapes: S rows, G
 
 from __future__ import annotations
 
+import threading
+
 import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -25,6 +27,8 @@ from maniple.kernels.grouped_gemm.triton_kernels import (
     wgrad_kernel,
     zero_tail_kernel,
 )
+
+_thread = threading.local()
 
 
 def forward(
@@ -357,4 +361,13 @@ def programs(tensor: torch.Tensor) -> int:
     """Programs to start: one a multiprocessor; a few under the interpreter."""
     if tensor.device.type == "cpu":
         return 3
+    _bind_context()
     return torch.cuda.get_device_properties(tensor.device).multi_processor_count
+
+
+def _bind_context() -> None:
+    """Gives this thread the GPU's context, once: the driver makes descriptors in it, and a thread of backward whose
+    first call is one of these kernels has none yet (Triton's launch looks for it only after it has made them)."""
+    if not getattr(_thread, "bound", False):
+        torch.cuda.mem_get_info()  # the runtime binds it to the thread at any call, and this one may stand in a capture
+        _thread.bound = True

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from maniple.kernels import registry
+from maniple.kernels import main_grad, registry
 from maniple.kernels.grouped_gemm import low_precision
 from maniple.kernels.grouped_gemm.low_precision_ops import join, split
 from maniple.kernels.linear import reference, scaled_mm
@@ -175,8 +175,7 @@ class _QuantizedLinear(torch.autograd.Function):
             operands = turned, join(x, x_scales, blocks.rows), turned_ends_G
             if settings.fuse:
                 settings.product.wgrad(*operands, out_dtype=torch.float32, out_1NK=main.main_grad[None])
-                main.grad_added_to_main_grad = True
-                grad_w_NK = torch.empty_like(main)
+                grad_w_NK = main_grad.added(main)
             else:
                 grad_w_NK = settings.product.wgrad(*operands, out_dtype=ctx.w_dtype)[0]
         if needs_bias:

@@ -15,8 +15,7 @@ __all__ = ["Permutation", "permute", "permute_probs", "sort_by_expert", "unpermu
 
 _triton = registry.LazyModule("maniple.kernels.permute.triton")
 registry.register("permute", "reference", {"bf16"}, registry.ANY_DEVICE, reference)
-# behind the reference: compiled for its chips, but it has not run on one
-registry.register("permute", "triton", {"bf16"}, {"cuda"}, _triton, preference=-1, reason_unavailable=chips.no_triton)
+registry.register("permute", "triton", {"bf16"}, {"cuda"}, _triton, preference=1, reason_unavailable=chips.no_triton)
 
 
 def sort_by_expert(ids_TK: torch.Tensor, num_experts: int, *, kernels: str | None = None) -> Permutation:

@@ -1,4 +1,4 @@
-"""Permutation in portable Triton: a counting sort on the device, and rows copied or summed. Compiled, not run on a GPU.
+"""Permutation in portable Triton: a counting sort on the device, and rows copied or summed.
 
 The functions have the interface of `reference.py`. The host waits for nothing, and no atomic decides an order. Rows
 past `ends_E[-1]` are neither read nor written. What looks at operators sees `maniple::sort_by_expert`,

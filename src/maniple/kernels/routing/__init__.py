@@ -9,9 +9,10 @@ import torch
 
 from maniple.kernels import chips, registry
 from maniple.kernels.routing import reference
+from maniple.kernels.routing.logits import router_logits
 from maniple.kernels.routing.reference import RouterSpec, Routing, bias_update, z_loss
 
-__all__ = ["RouterSpec", "Routing", "bias_update", "route", "z_loss"]
+__all__ = ["RouterSpec", "Routing", "bias_update", "route", "router_logits", "z_loss"]
 
 _triton = registry.LazyModule("maniple.kernels.routing.triton")
 
@@ -21,9 +22,8 @@ def _route_triton(*arguments) -> Routing:
 
 
 registry.register("routing", "reference", {"bf16"}, registry.ANY_DEVICE, reference.route)
-# behind the reference: compiled for its chips, but it has not run on one
 registry.register(
-    "routing", "triton", {"bf16"}, {"cuda"}, _route_triton, preference=-1, reason_unavailable=chips.no_triton
+    "routing", "triton", {"bf16"}, {"cuda"}, _route_triton, preference=1, reason_unavailable=chips.no_triton
 )
 
 

@@ -136,7 +136,8 @@ def _choose(selection_TE: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
 
 def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
     """Indices of the `count` highest of each row, ties to the lowest index: `torch.topk` does not promise that."""
-    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    one_nan = torch.where(scores.isnan(), torch.nan, scores)  # some GPU sorts take the sign of a NaN for its rank
+    return one_nan.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def z_loss(logits_TE: torch.Tensor, valid_T: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Routing in portable Triton: one kernel a direction. Compiled, not run on a GPU.
+"""Routing in portable Triton: one kernel a direction.
 
 `route` has the interface of `reference.route`. The host waits for nothing; of what it computes, backward keeps logits
 and ids. Balance and z-losses stay in torch, and take `scores_TE` and the counts from what this returns. What looks at
