@@ -135,7 +135,6 @@ def wgrad(
         descriptor(a_SA, [tile.depth, tile.rows // 2]),
         descriptor(b_SB, [tile.depth, tile.columns]),
         descriptor(out, [1, tile.rows // 2, 64 if accumulate else tile.columns]),
-        out,
         ends_G,
         a_SA.shape[1],
         b_SB.shape[1],

@@ -111,7 +111,6 @@ def wgrad(
         _scale_descriptor(a, tile.rows // 2),
         _scale_descriptor(b, tile.columns),
         _descriptor(out, [1, tile.rows // 2, 64 if accumulate else 128]),
-        out,
         padded_ends_G,
         a.scales,
         b.scales,

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from maniple.kernels.grouped_gemm.hopper_add import fetch_tile, halves, old_block, write_block
+from maniple.kernels.grouped_gemm.hopper_add import add_block, halves
 from maniple.kernels.grouped_gemm.hopper_kernels import _place
 
 
@@ -27,7 +27,6 @@ def _load_wgrad(
     b_desc,
     a_scale_desc,
     b_scale_desc,
-    out_ptr,
     ends_ptr,
     a_smem,
     b_smem,
@@ -39,7 +38,6 @@ def _load_wgrad(
     B,
     GROUPS: gl.constexpr,
     BLOCK: gl.constexpr,
-    ACCUMULATE: gl.constexpr,
     ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -57,9 +55,6 @@ def _load_wgrad(
         a0 = i * ROWS
         a1 = a0 + ROWS // 2
         b0 = j * COLUMNS
-        if ACCUMULATE:
-            if start < end:
-                fetch_tile(out_ptr, g, a0, b0, A, B, ROWS, COLUMNS)
         for p in range(start, end, 128):
             stage = turn % STAGES
             mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
@@ -80,16 +75,12 @@ def _load_wgrad(
 
 
 @gluon.jit
-def _finish_wgrad(
-    acc, out_desc, out_ptr, this, other, g, a0, b0, A, B, ACCUMULATE: gl.constexpr, PENDING: gl.constexpr
-):
+def _finish_wgrad(acc, out_desc, this, other, g, a0, b0, ACCUMULATE: gl.constexpr, PENDING: gl.constexpr):
     """this, other: room for a block of the result, of which there may be one only. PENDING: 1 if there are two."""
     if ACCUMULATE:
-        old0 = old_block(out_ptr, g, a0, b0, A, B)
-        old1 = old_block(out_ptr, g, a0, b0 + 64, A, B)
         left, right = halves(acc, 128)
-        write_block(out_desc, left, old0, this, g, a0, b0, PENDING)
-        write_block(out_desc, right, old1, other, g, a0, b0 + 64, PENDING)
+        add_block(out_desc, left, this, g, a0, b0, PENDING)
+        add_block(out_desc, right, other, g, a0, b0 + 64, PENDING)
     else:
         tma.store_wait(PENDING)
         this.store(acc.to(out_desc.dtype).reshape((1, 64, 128)))
@@ -100,7 +91,6 @@ def _finish_wgrad(
 @gluon.jit
 def _compute_wgrad(
     out_desc,
-    out_ptr,
     ends_ptr,
     a_scale_ptr,
     b_scale_ptr,
@@ -169,11 +159,11 @@ def _compute_wgrad(
             this = out_smem.index(HALF * BUFFERS)
             other = out_smem.index(HALF * BUFFERS + BUFFERS - 1)
             # a block that is written is the tile's only one where it is narrow: the last one went out of the same room
-            _finish_wgrad(left, out_desc, out_ptr, this, other, g, a0, b0, A, B, ACCUMULATE, BUFFERS - 1 if WIDE or ACCUMULATE else 0)
+            _finish_wgrad(left, out_desc, this, other, g, a0, b0, ACCUMULATE, BUFFERS - 1 if WIDE or ACCUMULATE else 0)
             if WIDE and ACCUMULATE:
-                _finish_wgrad(right, out_desc, out_ptr, this, other, g, a0, b0 + 128, A, B, ACCUMULATE, BUFFERS - 1)
+                _finish_wgrad(right, out_desc, this, other, g, a0, b0 + 128, ACCUMULATE, BUFFERS - 1)
             elif WIDE:
-                _finish_wgrad(right, out_desc, out_ptr, other, this, g, a0, b0 + 128, A, B, ACCUMULATE, BUFFERS - 1)
+                _finish_wgrad(right, out_desc, other, this, g, a0, b0 + 128, ACCUMULATE, BUFFERS - 1)
     tma.store_wait(0)
 
 
@@ -184,7 +174,6 @@ def wgrad_kernel(
     a_scale_desc,
     b_scale_desc,
     out_desc,
-    out_ptr,
     ends_ptr,
     a_scale_ptr,
     b_scale_ptr,
@@ -220,18 +209,18 @@ def wgrad_kernel(
     gl.warp_specialize(
         [
             (_compute_wgrad, (
-                out_desc, out_ptr, ends_ptr, a_scale_ptr, b_scale_ptr, a_smem, b_smem, a_scale_smem, b_scale_smem,
+                out_desc, ends_ptr, a_scale_ptr, b_scale_ptr, a_smem, b_smem, a_scale_smem, b_scale_smem,
                 out_smem, full, empty, A, B, gl.constexpr(0),
                 GROUPS, BLOCK, ACCUMULATE, ROWS, COLUMNS, STAGES, BUFFERS, BAND,
             )),
             (_compute_wgrad, (
-                out_desc, out_ptr, ends_ptr, a_scale_ptr, b_scale_ptr, a_smem, b_smem, a_scale_smem, b_scale_smem,
+                out_desc, ends_ptr, a_scale_ptr, b_scale_ptr, a_smem, b_smem, a_scale_smem, b_scale_smem,
                 out_smem, full, empty, A, B, gl.constexpr(1),
                 GROUPS, BLOCK, ACCUMULATE, ROWS, COLUMNS, STAGES, BUFFERS, BAND,
             )),
             (_load_wgrad, (
-                a_desc, b_desc, a_scale_desc, b_scale_desc, out_ptr, ends_ptr, a_smem, b_smem, a_scale_smem, b_scale_smem,
-                full, empty, A, B, GROUPS, BLOCK, ACCUMULATE, ROWS, COLUMNS, STAGES, BAND,
+                a_desc, b_desc, a_scale_desc, b_scale_desc, ends_ptr, a_smem, b_smem, a_scale_smem, b_scale_smem,
+                full, empty, A, B, GROUPS, BLOCK, ROWS, COLUMNS, STAGES, BAND,
             )),
         ],
         [4, 1],

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from maniple.kernels.grouped_gemm.hopper_add import fetch_tile, halves, old_block, write_block
+from maniple.kernels.grouped_gemm.hopper_add import add_block, halves
 
 
 @gluon.jit
@@ -232,7 +232,6 @@ def rows_kernel(
 def _load_wgrad(
     a_desc,
     b_desc,
-    out_ptr,
     ends_ptr,
     a_smem,
     b_smem,
@@ -241,7 +240,6 @@ def _load_wgrad(
     A,
     B,
     GROUPS: gl.constexpr,
-    ACCUMULATE: gl.constexpr,
     ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
     DEPTH: gl.constexpr,
@@ -257,9 +255,6 @@ def _load_wgrad(
         i, j = _place(tile % (a_tiles * b_tiles), a_tiles, b_tiles, BAND)
         start = gl.load(ends_ptr + g - 1, mask=g > 0, other=0)
         end = gl.load(ends_ptr + g)
-        if ACCUMULATE:
-            if start < end:
-                fetch_tile(out_ptr, g, i * ROWS, j * COLUMNS, A, B, ROWS, COLUMNS)
         for s in range(start, end, DEPTH):
             stage = turn % STAGES
             mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
@@ -282,7 +277,6 @@ def _zero_from(tile, row, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 @gluon.jit
 def _compute_wgrad(
     out_desc,
-    out_ptr,
     ends_ptr,
     a_smem,
     b_smem,
@@ -333,30 +327,24 @@ def _compute_wgrad(
             acc = warpgroup_mma_wait(1, deps=(acc,))
             mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1, pred=s > start)
             turn += 1
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1, pred=start < end)
         if ACCUMULATE:
-            if start < end:  # read while the last product runs
-                old0 = old_block(out_ptr, g, a0, b0, A, B)
-                old1 = old_block(out_ptr, g, a0, b0 + 64, A, B)
+            if start < end:
                 this = out_smem.index(HALF * BUFFERS)
                 other = out_smem.index(HALF * BUFFERS + BUFFERS - 1)
-                acc = warpgroup_mma_wait(0, deps=(acc,))
-                mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1)
                 left, right = halves(acc, COLUMNS)
                 if COLUMNS == 256:
                     first, second = halves(left, 128)
                     third, fourth = halves(right, 128)
-                    write_block(out_desc, first, old0, this, g, a0, b0, BUFFERS - 1)
-                    old0 = old_block(out_ptr, g, a0, b0 + 128, A, B)
-                    write_block(out_desc, second, old1, other, g, a0, b0 + 64, BUFFERS - 1)
-                    old1 = old_block(out_ptr, g, a0, b0 + 192, A, B)
-                    write_block(out_desc, third, old0, this, g, a0, b0 + 128, BUFFERS - 1)
-                    write_block(out_desc, fourth, old1, other, g, a0, b0 + 192, BUFFERS - 1)
+                    add_block(out_desc, first, this, g, a0, b0, BUFFERS - 1)
+                    add_block(out_desc, second, other, g, a0, b0 + 64, BUFFERS - 1)
+                    add_block(out_desc, third, this, g, a0, b0 + 128, BUFFERS - 1)
+                    add_block(out_desc, fourth, other, g, a0, b0 + 192, BUFFERS - 1)
                 else:
-                    write_block(out_desc, left, old0, this, g, a0, b0, BUFFERS - 1)
-                    write_block(out_desc, right, old1, other, g, a0, b0 + 64, BUFFERS - 1)
+                    add_block(out_desc, left, this, g, a0, b0, BUFFERS - 1)
+                    add_block(out_desc, right, other, g, a0, b0 + 64, BUFFERS - 1)
         else:
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1, pred=start < end)
             staged = out_smem.index(HALF * BUFFERS)
             tma.store_wait(0)
             staged.store(acc.to(out_desc.dtype).reshape((1, ROWS // 2, COLUMNS)))
@@ -370,7 +358,6 @@ def wgrad_kernel(
     a_desc,
     b_desc,
     out_desc,
-    out_ptr,
     ends_ptr,
     A,
     B,
@@ -401,18 +388,18 @@ def wgrad_kernel(
     gl.warp_specialize(
         [
             (_compute_wgrad, (
-                out_desc, out_ptr, ends_ptr, a_smem, b_smem, out_smem, full, empty, zeroed, A, B,
+                out_desc, ends_ptr, a_smem, b_smem, out_smem, full, empty, zeroed, A, B,
                 gl.constexpr(0),
                 GROUPS, ACCUMULATE, ROWS, COLUMNS, DEPTH, STAGES, BUFFERS, BAND,
             )),
             (_compute_wgrad, (
-                out_desc, out_ptr, ends_ptr, a_smem, b_smem, out_smem, full, empty, zeroed, A, B,
+                out_desc, ends_ptr, a_smem, b_smem, out_smem, full, empty, zeroed, A, B,
                 gl.constexpr(1),
                 GROUPS, ACCUMULATE, ROWS, COLUMNS, DEPTH, STAGES, BUFFERS, BAND,
             )),
             (_load_wgrad, (
-                a_desc, b_desc, out_ptr, ends_ptr, a_smem, b_smem, full, empty, A, B,
-                GROUPS, ACCUMULATE, ROWS, COLUMNS, DEPTH, STAGES, BAND,
+                a_desc, b_desc, ends_ptr, a_smem, b_smem, full, empty, A, B,
+                GROUPS, ROWS, COLUMNS, DEPTH, STAGES, BAND,
             )),
         ],
         [4, 1],
