@@ -1,0 +1,164 @@
+"""`maniple plan`: what a job will need, before it starts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from maniple.commands import AsJson, Command, Group, print_table
+from maniple.errors import UserError
+
+
+class _Plans(Group):
+    """A word that is no command is the name of a card: `maniple plan deepseek-v3 --gpus 1024 --gpu mi355x`."""
+
+    def parse_args(self, ctx, args):
+        first = args[0] if args else "--help"
+        return super().parse_args(ctx, args or [first] if first in (*self.commands, "--help") else ["job", *args])
+
+
+app = typer.Typer(
+    cls=_Plans,
+    help="What a job will need: `maniple plan MODEL --gpus N --gpu NAME` says whether it fits, and where it is tight.",
+)
+
+
+@app.command(cls=Command)
+def job(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="name of a model card, or its file")],
+    gpus: Annotated[int, typer.Option(help="GPUs of the whole job")],
+    gpu: Annotated[str, typer.Option(metavar="NAME", help="GPU card: h200, mi355x, ...")],
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="job file (YAML); none: the defaults")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="override one value: parallel.expert_parallel_size=8"),
+    ] = None,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="also run a step of the tightest rank without a GPU, and compare")
+    ] = False,
+    imbalance: Annotated[
+        str,
+        typer.Option(
+            help="load of the fullest rank over the mean: a factor, or a router: balanced, dirichlet:8, lognormal:0.3"
+        ),
+    ] = "dirichlet:8",
+    pipeline_trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write the simulated pipeline there, for Perfetto or Chrome")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what each rank of a job needs of its GPU, whether it fits, and how long a step takes."""
+    from maniple.config.check import resolve_card
+    from maniple.config.load import load
+    from maniple.plan import report, time_report
+    from maniple.plan.imbalance import Imbalance
+    from maniple.plan.time import estimate
+
+    uneven = Imbalance.parse(imbalance)
+    card_of_gpu = _gpu(gpu)
+    if gpus < 1:
+        raise UserError(f"--gpus {gpus}: a job has at least one GPU")
+    loaded = load(config, [*(set_ or []), f"model.card={json.dumps(model, ensure_ascii=False)}"])
+    config_, assumed = _with_batch(loaded, gpus)
+    card = resolve_card(config_)
+    plan = report.memory_plan(config_, card, card_of_gpu, gpus, uneven)
+    time = estimate(config_, card, card_of_gpu, gpus, imbalance=uneven)
+    traced = _traced(plan) if trace else None
+    if pipeline_trace is not None:
+        number = time_report.write_timeline(config_, card, card_of_gpu, gpus, pipeline_trace, imbalance=uneven)
+        print(f"maniple: {pipeline_trace}: {number} micro-batches of the pipeline", file=sys.stderr)
+    if as_json:
+        said = report.as_json(plan) | {"time": time_report.as_json(time), "assumed": assumed}
+        print(json.dumps(said | ({"trace": traced} if traced else {}), indent=2))
+        return
+    where = plan.placement
+    print(
+        f"{card.name} on {gpus:,} x {card_of_gpu.name}: TP {where.tensor}, PP {where.pipeline}"
+        f"{f' x {where.chunks}' if where.chunks > 1 else ''}, CP {where.context}, DP {where.data}, EP {where.expert}, "
+        f"ETP {where.expert_tensor}; {where.micro_batches} micro-batches of {config_.train.micro_batch_size} x "
+        f"{config_.data.sequence_length:,} tokens"
+    )
+    if assumed:
+        print("assumed: " + ", ".join(f"{key}={value}" for key, value in assumed.items()))
+    print_table(report.rank_headings, report.rank_rows(plan), numbers=range(2, len(report.rank_headings)))
+    print()
+    print_table([f"rank {plan.tightest.rank}", "", "GiB"], report.component_rows(plan.tightest), numbers=[2])
+    print()
+    if traced:
+        print(
+            f"trace of rank {traced['rank']}, evenly loaded: {traced['peak'] / 2**30:,.2f} GiB of tensors, by formula "
+            f"{traced['formula'] / 2**30:,.2f} GiB ({traced['difference']:+.1%})"
+        )
+    print_table(time_report.HEADINGS, time_report.rows(time), numbers=[1, 2])
+    for note in time_report.notes(time):
+        print(note)
+    print()
+    print(time_report.headline(time))
+    print(plan.verdict)
+
+
+def _gpu(name: str):
+    """A card by its name, or by a beginning that only one has."""
+    from maniple.hardware import list_gpus, load_gpu
+
+    meant = [known for known in list_gpus() if known.startswith(name.lower())]
+    return load_gpu(meant[0] if name and len(meant) == 1 else name)
+
+
+def _with_batch(loaded, gpus: int) -> tuple[Any, dict[str, Any]]:
+    """The job, with the batch that it does not give: (it, what was assumed). A job without a file has the defaults of a
+    laptop, whose batch and sequence would say nothing of many GPUs."""
+    from maniple.config.check import data_parallel_size, resolve_card
+
+    config, assumed = loaded.config, {}
+
+    def is_default(key: str) -> bool:
+        return loaded.origin[key].kind == "default"
+
+    data, train, parallel = config.data, config.train, config.parallel
+    if is_default("data.sequence_length"):
+        length = min(_SEQUENCE, resolve_card(config).max_position)
+        data = data.model_copy(update={"sequence_length": length})
+        assumed["data.sequence_length"] = length
+    if is_default("train.global_batch_size"):
+        ranks = max(1, data_parallel_size(config, gpus))
+        size = ranks * train.micro_batch_size * _PASSES * parallel.pipeline_parallel_size
+        train = train.model_copy(update={"global_batch_size": size})
+        assumed["train.global_batch_size"] = size
+    return config.model_copy(update={"data": data, "train": train}), assumed
+
+
+_SEQUENCE = 4096
+_PASSES = 4  # micro-batches for each pipeline rank: enough to fill it
+
+
+def _traced(plan) -> dict[str, Any]:
+    """A dry run of the tightest rank, beside what the formulas say of tensors there."""
+    from maniple.plan import memory
+    from maniple.plan.imbalance import BALANCED
+    from maniple.plan.profile import DRY_RUN
+
+    where, place_in_pipeline = plan.placement, plan.tightest.rank
+    # ranks are numbered tensor first, then context, ..., the pipeline last
+    context_rank = min(1, where.context - 1)
+    rank = place_in_pipeline * (where.world_size // where.pipeline) + context_rank * where.tensor
+    print(f"maniple: dry run of rank {rank}; with many layers it takes minutes", file=sys.stderr, flush=True)
+    from maniple.engines.megatron.dry_run import one_rank
+
+    result = one_rank.trace(plan.config, plan.card, rank, where.world_size)
+    formula = memory.of_job(
+        plan.config, plan.card, where.world_size, DRY_RUN, imbalance=BALANCED, context_rank=context_rank
+    )
+    expected = formula[place_in_pipeline].peak
+    return {
+        "rank": rank,
+        "peak": result.peak_bytes,
+        "formula": expected,
+        "difference": expected / result.peak_bytes - 1,
+        "parameters": result.parameters,
+        "seconds": result.seconds,
+    }

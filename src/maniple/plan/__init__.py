@@ -1,0 +1,1 @@
+"""What a job will cost, before it starts. Nothing here imports torch: a laptop answers at once."""

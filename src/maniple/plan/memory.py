@@ -1,0 +1,146 @@
+"""Bytes that each pipeline rank of a job needs, by formula: what it holds all the time, and its fullest moment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from maniple.config.schema import TrainConfig
+from maniple.models.card import ModelCard
+from maniple.plan import memory_layers, parameters
+from maniple.plan.imbalance import Imbalance
+from maniple.plan.memory_attention import spans
+from maniple.plan.memory_chunks import Layers, chunk_of
+from maniple.plan.memory_schedule import fullest_moment
+from maniple.plan.parameters import RankParameters
+from maniple.plan.profile import MANIPLE, Profile
+from maniple.plan.shapes import Shapes, shapes
+from maniple.plan.stages import Placement, place
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Of every rank at one place in the pipeline, in bytes.
+
+    states: parameters, gradients, main parameters and moments; held: other tensors that are there all the time;
+    activations: what is kept for backward passes at the fullest moment, by part; moment: where that is; working: what
+    the operation then needs beside it; reserved: the device's and the allocator's own.
+    """
+
+    rank: int
+    parameters: RankParameters
+    states: Mapping[str, int]
+    held: Mapping[str, int]
+    activations: Mapping[str, int]
+    in_flight: int
+    moment: str
+    working: int
+    reserved: Mapping[str, int]
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(self.states.values())
+
+    @property
+    def peak(self) -> int:
+        """Tensors at the fullest moment: what `torch.cuda.max_memory_allocated` would say."""
+        return self.state_bytes + sum(self.held.values()) + sum(self.activations.values()) + self.working
+
+    @property
+    def total(self) -> int:
+        """Of the device, with what is no tensor."""
+        return self.peak + sum(self.reserved.values())
+
+
+def of_job(
+    config: TrainConfig,
+    card: ModelCard,
+    world_size: int,
+    profile: Profile = MANIPLE,
+    *,
+    imbalance: Imbalance | None = None,
+    context_rank: int = 1,
+) -> list[RankMemory]:
+    """One a pipeline rank, in order. Raises UserError for a job that cannot run on `world_size` ranks.
+
+    imbalance: how unevenly tokens choose experts; the rank is then the fullest of its expert-parallel group.
+    context_rank: among context-parallel ranks; the first needs least, all others as much as each other.
+    """
+    where = place(config, card, world_size)
+    load = (imbalance or Imbalance()).factor(card.moe.num_experts, where.expert)
+    z = shapes(config, card, where, context_rank=context_rank, load=load)
+    layers = Layers(config, card, z, profile)
+    return [_of_rank(layers, where, rank) for rank in range(where.pipeline)]
+
+
+def tightest(ranks: list[RankMemory]) -> RankMemory:
+    return max(ranks, key=lambda rank: rank.total)
+
+
+def _of_rank(layers: Layers, where: Placement, rank: int) -> RankMemory:
+    config, card, z, profile = layers.config, layers.card, layers.z, layers.profile
+    count = parameters.of_rank(config, card, where, rank)
+    chunks = [chunk_of(layers, stage) for stage in where.of_rank(rank)]
+    most, moment, activations, in_flight = fullest_moment(config, where, rank, chunks, z.L * z.D * z.b)
+    states, held = states_of(config, where, count), _held(config, card, where, rank, z, profile)
+    working = most - sum(activations.values())
+    tensors = sum(states.values()) + sum(held.values()) + most
+    groups = sum(size > 1 for size in (where.tensor, where.context, where.data, where.expert, where.expert_tensor)) + (
+        2 if where.pipeline > 1 else 0
+    )
+    reserved = {
+        "context": profile.context,
+        "communication": groups * profile.communication,
+        "allocator": round(tensors * profile.slack),
+    }
+    return RankMemory(rank, count, states, held, activations, in_flight, moment, working, reserved)
+
+
+def states_of(config: TrainConfig, where: Placement, count: RankParameters) -> dict[str, int]:
+    """Parameters, fp32 gradients, and the optimizer's tensors, which the distributed optimizer cuts over the ranks that
+    hold the same parameters. Main parameters are apart where they are fp32 beside bf16 ones."""
+    dense, experts = sum(count.dense.values()), sum(count.experts.values())
+    if config.parallel.distributed_optimizer:
+        own = -(-dense // where.dense_replicas) + -(-experts // where.expert_data)
+    else:
+        own = dense + experts
+    b = 2 if config.precision.dtype == "bf16" else 4
+    apart = b == 2 and config.optimizer.main_params_dtype == "fp32"
+    return {
+        "parameters": b * (dense + experts),
+        "gradients": 4 * (dense + experts),
+        "main parameters": 4 * own if apart else 0,
+        "moments": (8 if config.optimizer.moments_dtype == "fp32" else 4) * own,
+    }
+
+
+def _held(
+    config: TrainConfig, card: ModelCard, where: Placement, rank: int, z: Shapes, profile: Profile
+) -> dict[str, int]:
+    """Tensors that are there all the time beside the states."""
+    held = {"workspaces of products": profile.workspace} if profile.workspace else {}
+    stages = where.of_rank(rank)
+    mtp = any(stage.mtp for stage in stages)
+    layers = [layer for stage in stages for layer in (*stage.layers, *(card.num_layers + depth for depth in stage.mtp))]
+    if where.tensor > 1 and layers:  # one buffer, as large as the largest input that a product gathers
+        held["gather buffer"] = z.T * z.D * z.b * (2 if mtp else 1)
+    masks = {
+        (queries, keys, card.window(layer))
+        for layer in layers
+        for queries, keys, masked in spans(card, layer, z)
+        if masked
+    }
+    if masks:
+        held["attention masks"] = sum(queries * keys * z.b for queries, keys, _ in masks)
+    copies = 0
+    for layer in layers:
+        element = memory_layers.kept_element(config, card, layer, profile)
+        if element == 1:  # of each matrix, for the forward product and, transposed, for the input's gradient
+            parts = parameters.layer_parameters(card, where, layer)
+            matrices = sum(
+                parts.get(part, 0) for part in ("attention", "dense_mlp", "shared_experts", "routed_experts")
+            )
+            copies += 2 * matrices
+    if copies:
+        held["quantized weights"] = copies
+    return held

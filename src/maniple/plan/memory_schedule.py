@@ -1,0 +1,161 @@
+"""In which order a pipeline rank runs its passes, as Megatron-Core's schedules do, until the pipeline is full; and the
+fullest moment of it.
+
+Memory is at its most then: what follows takes turns of a forward and a backward pass that are all alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import NamedTuple
+
+from maniple.config.schema import TrainConfig
+from maniple.plan.memory_chunks import Chunk, Piece
+from maniple.plan.stages import Placement
+
+
+class Pass(NamedTuple):
+    forward: bool
+    chunk: int
+    micro_batch: int
+
+
+def passes(place: Placement, rank: int, *, overlapped: bool = False) -> list[Pass]:
+    """Of pipeline rank `rank`: a prefix of its step that holds the fullest moment, and all of what it began.
+
+    overlapped: one micro-batch's exchange runs beside another's backward pass, which takes one forward pass more.
+    """
+    stages, chunks, rest = place.pipeline, place.chunks, place.pipeline - 1 - rank
+    if chunks == 1:
+        count = min(place.micro_batches, rest + 2 + overlapped)
+        warm = min(rest + overlapped, count)
+        table = [(micro_batch, 0) for micro_batch in range(count)]
+    else:
+        count = min(place.micro_batches, 3 * stages)
+        table = _interleaved(count, chunks, stages)
+        warm = min(2 * rest + (chunks - 1) * stages + overlapped, len(table))
+    forward = [Pass(True, chunk, micro_batch) for micro_batch, chunk in table]
+    backward = [Pass(False, chunks - 1 - chunk, micro_batch) for micro_batch, chunk in table]
+    turns = [each for pair in zip(forward[warm:], backward, strict=False) for each in pair]
+    return forward[:warm] + turns + backward[len(forward) - warm :]
+
+
+def _interleaved(count: int, chunks: int, stages: int) -> list[tuple[int, int]]:
+    """(micro-batch, chunk) by turn: groups of as many micro-batches as there are stages pass chunk after chunk."""
+    return [
+        (micro_batch, chunk)
+        for first in range(0, count, stages)
+        for chunk in range(chunks)
+        for micro_batch in range(first, min(first + stages, count))
+    ]
+
+
+def fullest_moment(
+    config: TrainConfig, where: Placement, rank: int, chunks: list[Chunk], one: int
+) -> tuple[int, str, Counter[str], int]:
+    """(bytes at the fullest moment, where it is, what is kept then by part, passes in flight). one: bytes of a message.
+
+    Megatron-Core's schedules hold, beside what waits for its backward pass, the last micro-batch's messages: what came,
+    what was sent, and the gradients of both.
+    """
+    best, said, in_flight = 0, "", 0
+    fullest: tuple[Counter[str], list[int]] = (Counter(), [])
+    kept = [chunk.kept() for chunk in chunks]
+    sizes = [sum(parts.values()) for parts in kept]
+    middle = 0 < rank < where.pipeline - 1 or where.chunks > 1
+    overlapped = config.moe.overlap_exchange
+    flying: list[int] = []  # chunks of the passes that wait for their backward
+    messages = 0
+    order = passes(where, rank, overlapped=overlapped)
+    beside: Chunk | None = None
+    known: dict[tuple, tuple[int, str, Counter[str]]] = {}  # of passes, which are all alike
+    for number, each in enumerate(order):
+        chunk = chunks[each.chunk]
+        if not each.forward:
+            flying.remove(each.chunk)
+            messages = 2 * one if where.pipeline > 1 else 0
+            if beside is not None:  # it ran with the one before
+                beside = None
+                continue
+        elif overlapped and number + 1 < len(order) and not order[number + 1].forward:
+            beside = chunks[order[number + 1].chunk]  # whose backward pass runs with this forward pass
+        waiting = list(flying)
+        if beside is not None:
+            waiting.remove(order[number + 1].chunk)
+        others = sum(sizes[index] for index in waiting) + messages * (2 if each.forward and middle else 1)
+        what = (each.chunk, each.forward, None if beside is None else order[number + 1].chunk)
+        if what not in known:
+            known[what] = _pass(chunk, each.forward) if beside is None else _both(chunk, beside)
+        most, moment, own = known[what]
+        if others + most > best:
+            direction = "forward" if each.forward else "backward"
+            best, said, fullest, in_flight = others + most, f"{direction}, {moment}", (own, waiting), len(flying) + 1
+        if each.forward:
+            flying.append(each.chunk)
+    parts = Counter(fullest[0])
+    for index in fullest[1]:
+        parts.update(kept[index])
+    return best, said, parts, in_flight
+
+
+def _both(ahead: Chunk, back: Chunk) -> tuple[int, str, Counter[str]]:
+    """As `_pass`, of a forward and a backward pass that run together, piece beside piece."""
+    best, moment, parts = 0, "", Counter[str]()
+    front = Counter[str]({"received": ahead.given} if ahead.given else {})
+    kept, waiting = back.kept(), 0
+    for forward, backward in _side_by_side(ahead.pieces, back.pieces[::-1]):
+        # what one computes and what the other does take turns
+        here = max(
+            forward.held.forward if forward is not None else 0,
+            backward.held.backward - backward.held.kept_bytes + waiting if backward is not None else 0,
+        )
+        here += sum(front.values()) + sum(kept.values())
+        if here > best:
+            names = [piece.name for piece in (forward, backward) if piece is not None]
+            best, moment, parts = here, " beside ".join(names), front + kept
+        if forward is not None:
+            front.update(forward.held.kept)
+        if backward is not None:
+            kept.subtract(backward.held.kept)
+            waiting += backward.waits - backward.takes
+    return best, moment, parts
+
+
+def _side_by_side(ahead: tuple[Piece, ...], back: tuple[Piece, ...]) -> list[tuple[Piece | None, Piece | None]]:
+    """Layers run in pairs; what comes before the first and after the last one by itself."""
+
+    def layers(pieces: tuple[Piece, ...]) -> tuple[int, int]:
+        numbers = [number for number, piece in enumerate(pieces) if piece.is_layer]
+        return (numbers[0], numbers[-1] + 1) if numbers else (len(pieces), len(pieces))
+
+    (first, end), (back_first, back_end) = layers(ahead), layers(back)
+    return [
+        *((piece, None) for piece in ahead[:first]),
+        *((None, piece) for piece in back[:back_first]),
+        *itertools.zip_longest(ahead[first:end], back[back_first:back_end]),
+        *((piece, None) for piece in ahead[end:]),
+        *((None, piece) for piece in back[back_end:]),
+    ]
+
+
+def _pass(chunk: Chunk, forward: bool) -> tuple[int, str, Counter[str]]:
+    """(bytes at the fullest moment of one pass, in which piece, what is kept then by part)."""
+    kept = chunk.kept()
+    best, moment, parts = 0, "", Counter[str]()
+    if forward:
+        behind = Counter[str]({"received": chunk.given} if chunk.given else {})
+        for piece in chunk.pieces:
+            here = sum(behind.values()) + piece.held.forward
+            if here > best:
+                best, moment, parts = here, piece.name, behind.copy()
+            behind.update(piece.held.kept)
+        return best, moment, parts
+    waiting = 0
+    for piece in reversed(chunk.pieces):
+        here = sum(kept.values()) - piece.held.kept_bytes + piece.held.backward + waiting
+        if here > best:
+            best, moment, parts = here, piece.name, kept.copy()
+        kept.subtract(piece.held.kept)
+        waiting += piece.waits - piece.takes
+    return best, moment, parts

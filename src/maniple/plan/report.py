@@ -1,0 +1,164 @@
+"""A memory plan in words: as JSON and as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from maniple.config.schema import TrainConfig
+from maniple.hardware.card import GPU
+from maniple.hardware.units import binary_size
+from maniple.models.card import ModelCard
+from maniple.plan import memory
+from maniple.plan.imbalance import Imbalance
+from maniple.plan.memory import RankMemory
+from maniple.plan.profile import MANIPLE
+from maniple.plan.stages import Placement, Stage, place
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What each place in the pipeline needs of a GPU; `ranks` are in the pipeline's order."""
+
+    config: TrainConfig
+    card: ModelCard
+    gpu: GPU
+    placement: Placement
+    ranks: tuple[RankMemory, ...]
+
+    @property
+    def tightest(self) -> RankMemory:
+        return memory.tightest(list(self.ranks))
+
+    @property
+    def fits(self) -> bool:
+        return self.tightest.total <= self.gpu.memory_bytes
+
+    @property
+    def verdict(self) -> str:
+        tight = self.tightest
+        said = (
+            f"pipeline rank {tight.rank} of {self.placement.pipeline} needs {binary_size(tight.total)} "
+            f"of {binary_size(self.gpu.memory_bytes)} ({tight.total / self.gpu.memory_bytes:.0%})"
+        )
+        return f"fits: the tightest, {said}" if self.fits else f"does not fit: {said}"
+
+
+def memory_plan(
+    config: TrainConfig, card: ModelCard, gpu: GPU, world_size: int, imbalance: Imbalance | None = None
+) -> MemoryPlan:
+    """Raises UserError, in one line, for a job that cannot run on `world_size` ranks."""
+    profile = replace(MANIPLE, native_mxfp8=gpu.mxfp8_native)
+    ranks = memory.of_job(config, card, world_size, profile, imbalance=imbalance)
+    return MemoryPlan(config, card, gpu, place(config, card, world_size), tuple(ranks))
+
+
+def as_json(plan: MemoryPlan) -> dict[str, Any]:
+    """Plain data; sizes in bytes."""
+    where = plan.placement
+    return {
+        "model": plan.card.name,
+        "gpus": where.world_size,
+        "gpu": plan.gpu.name,
+        "gpu_memory": plan.gpu.memory_bytes,
+        "fits": plan.fits,
+        "verdict": plan.verdict,
+        "tightest_rank": plan.tightest.rank,
+        "layout": {
+            "tensor": where.tensor,
+            "pipeline": where.pipeline,
+            "chunks": where.chunks,
+            "context": where.context,
+            "expert": where.expert,
+            "expert_tensor": where.expert_tensor,
+            "data": where.data,
+            "expert_data": where.expert_data,
+            "micro_batches": where.micro_batches,
+        },
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "chunks": [said(stage, plan.card) for stage in where.of_rank(rank.rank)],
+                "parameters": rank.parameters.by_component,
+                "states": dict(rank.states),
+                "held": dict(rank.held),
+                "activations": dict(rank.activations),
+                "working": rank.working,
+                "moment": rank.moment,
+                "passes_in_flight": rank.in_flight,
+                "peak": rank.peak,
+                "reserved": dict(rank.reserved),
+                "total": rank.total,
+            }
+            for rank in plan.ranks
+        ],
+    }
+
+
+def said(stage: Stage, card: ModelCard) -> str:
+    """`E 0-3`, `60 m L`: what a chunk holds, as in `parallel.pipeline_layout`, with the numbers of its layers."""
+    words = ["E"] if stage.embedding else []
+    if stage.layers:
+        first, last = stage.layers[0], stage.layers[-1]
+        words.append(str(first) if first == last else f"{first}-{last}")
+    words += ["m"] * len(stage.mtp) + (["L"] if stage.head else [])
+    return " ".join(words)
+
+
+def rank_rows(plan: MemoryPlan) -> list[list[str]]:
+    """One row a pipeline rank; `rank_headings` names the columns."""
+    rows = []
+    for rank in plan.ranks:
+        chunks = " · ".join(said(stage, plan.card) for stage in plan.placement.of_rank(rank.rank))
+        states = rank.states
+        rows.append(
+            [
+                f"{rank.rank}" + (" *" if rank.rank == plan.tightest.rank else ""),
+                chunks if len(chunks) <= _WIDEST else chunks[: _WIDEST - 1] + "…",
+                f"{rank.parameters.total / 1e9:.2f}B",
+                *(
+                    _gib(size)
+                    for size in (
+                        states["parameters"],
+                        states["gradients"],
+                        states["main parameters"] + states["moments"],
+                        sum(rank.activations.values()),
+                        rank.working + sum(rank.held.values()),
+                        sum(rank.reserved.values()),
+                        rank.total,
+                    )
+                ),
+                f"{rank.total / plan.gpu.memory_bytes:.0%}",
+            ]
+        )
+    return rows
+
+
+_WIDEST = 40
+rank_headings = [
+    *("rank", "holds", "parameters", "weights", "gradients", "optimizer", "activations", "working", "device"),
+    *("total GiB", "of GPU"),
+]
+
+
+def component_rows(rank: RankMemory) -> list[list[str]]:
+    """What the tightest rank's bytes are, largest first within each kind."""
+    rows: list[list[str]] = []
+    rows += _rows("states", rank.states.items())
+    rows += _rows("held", rank.held.items())
+    rows += _rows(f"activations, {rank.in_flight} in flight", rank.activations.items())
+    rows.append([f"working ({rank.moment})", "", _gib(rank.working)])
+    rows += _rows("device", rank.reserved.items())
+    return rows
+
+
+def _rows(kind: str, parts: Iterable[tuple[str, int]]) -> list[list[str]]:
+    rows = [["", name.replace("_", " "), _gib(size)] for name, size in sorted(parts, key=lambda part: -part[1]) if size]
+    if rows:
+        rows[0][0] = kind
+    return rows
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:,.2f}"

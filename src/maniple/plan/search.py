@@ -1,0 +1,252 @@
+"""The fastest layout of a job that fits its GPUs: every legal one is bounded, and only those are costed that could win.
+
+`search_bounds` says at once what a layout needs at least. Layouts whose bound of memory is over the ceiling are left
+out; the others are costed in full, best bound of time first, until no bound is better than what was found. What is
+left out cannot be better: the answer is that of costing them all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from maniple.config.schema import TrainConfig
+from maniple.errors import UserError
+from maniple.hardware.card import GPU
+from maniple.models.card import ModelCard
+from maniple.plan import memory, search_space
+from maniple.plan.imbalance import Imbalance
+from maniple.plan.memory import RankMemory
+from maniple.plan.profile import MANIPLE
+from maniple.plan.search_bounds import Bounds
+from maniple.plan.search_space import Layout
+from maniple.plan.stages import Placement, place
+from maniple.plan.time import StepTime, estimate, make_job
+
+# shares of a GPU's memory below which the best layout is looked for too
+CEILINGS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
+
+
+@dataclass(frozen=True)
+class Costed:
+    """A layout with its full plan. `memory` is that of the fullest pipeline rank."""
+
+    layout: Layout
+    config: TrainConfig
+    where: Placement
+    memory: RankMemory
+    time: StepTime
+
+    @property
+    def tgs(self) -> float:
+        """Tokens a second and GPU."""
+        return self.time.tokens_per_second_per_gpu
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search says.
+
+    best: the fastest that fits; second: the fastest of another shape (TP, PP, chunks, EP); pareto: the fastest under
+    less and less memory, each slower and smaller than the one before. All are None or empty if nothing fits, and then
+    nearest is the layout that needs least memory, with what its fullest rank needs. pruned: layouts that were not
+    costed, by reason.
+    """
+
+    card: ModelCard
+    gpu: GPU
+    world_size: int
+    ceiling: int
+    best: Costed | None
+    second: Costed | None
+    pareto: tuple[Costed, ...]
+    nearest: Costed | None
+    looked_at: int
+    costed: int
+    pruned: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class _Bounded:
+    seconds: float
+    memory: int
+    layout: Layout
+
+
+_ILLEGAL = "not legal"
+_STATES = "too large by parameters and optimizer alone"
+_KEPT = "too large by what layers keep for backward"
+_MEMORY = "too large"
+_SLOWER = "slower than what was found, at best"
+
+
+def search(
+    config: TrainConfig,
+    card: ModelCard,
+    gpu: GPU,
+    world_size: int,
+    *,
+    held: Collection[str] = (),
+    imbalance: Imbalance | None = None,
+    ceilings: Collection[float] = CEILINGS,
+) -> Found:
+    """The best layout of `config` on `world_size` GPUs: TP, PP, chunks and stages, EP, micro-batch, recomputation.
+
+    held: dotted keys of these that stay as the job has them (`parallel.tensor_parallel_size`); CP and ETP always do.
+    Raises UserError, in one line, if no layout is legal.
+    """
+    costing = _Costing(config, card, gpu, world_size, imbalance or Imbalance())
+    whole = gpu.memory_bytes
+    every, pruned, smallest = _bounded(costing, whole, held)
+    looked_at = len(every) + sum(pruned.values())
+    every.sort(key=lambda one: one.seconds)
+    best, second = _fastest(costing, every, whole, pruned, two=True)
+    pareto: list[Costed] = []
+    for share in sorted(ceilings, reverse=True):
+        if best is None:
+            break
+        top, _ = (best, None) if share >= 1 else _fastest(costing, every, round(share * whole))
+        if top is not None and (not pareto or top.memory.total < pareto[-1].memory.total):
+            pareto.append(top)
+    nearest = _smallest(costing, every, smallest) if best is None else None
+    if best is not None:
+        pruned[_SLOWER] = looked_at - sum(pruned.values()) - len(costing.times)
+    return Found(
+        card,
+        gpu,
+        world_size,
+        whole,
+        best,
+        second,
+        tuple(pareto),
+        nearest,
+        looked_at,
+        len(costing.times),
+        {reason: number for reason, number in pruned.items() if number},
+    )
+
+
+class _Costing:
+    """Full plans of layouts, each made once."""
+
+    def __init__(self, config: TrainConfig, card: ModelCard, gpu: GPU, world_size: int, imbalance: Imbalance) -> None:
+        self.config, self.card, self.gpu, self.world_size, self.imbalance = config, card, gpu, world_size, imbalance
+        self.profile = replace(MANIPLE, native_mxfp8=gpu.mxfp8_native)
+        self.memories: dict[Layout, RankMemory] = {}
+        self.times: dict[Layout, StepTime] = {}
+
+    def memory(self, layout: Layout) -> RankMemory:
+        if layout not in self.memories:
+            ranks = memory.of_job(
+                layout.applied(self.config), self.card, self.world_size, self.profile, imbalance=self.imbalance
+            )
+            self.memories[layout] = memory.tightest(ranks)
+        return self.memories[layout]
+
+    def full(self, layout: Layout) -> Costed:
+        config = layout.applied(self.config)
+        if layout not in self.times:
+            self.times[layout] = estimate(config, self.card, self.gpu, self.world_size, imbalance=self.imbalance)
+        where = place(config, self.card, self.world_size)
+        return Costed(layout, config, where, self.memory(layout), self.times[layout])
+
+
+def legal_layouts(
+    config: TrainConfig, card: ModelCard, gpu: GPU, world_size: int, held: Collection[str], refused: Counter[str]
+) -> list[tuple[Layout, Placement, list[search_space.Recompute | None]]]:
+    """Each with where its layers are and what it can compute again; counts those that `config.check` refuses."""
+    out = []
+    reason = ""
+    for tensor, pipeline, chunks, stages, expert in search_space.shapes_of(config, card, gpu, world_size, held):
+        for size in search_space.micro_batches(config, held):
+            layout = Layout(tensor, pipeline, chunks, stages, expert, size, None)
+            plain = replace(layout, recompute=search_space.Recompute())
+            kinds = search_space.recomputes(config, -(-card.num_layers // (pipeline * chunks)), held)
+            try:
+                where = place((layout if kinds == [None] else plain).applied(config), card, world_size)
+            except UserError as error:
+                reason = str(error)
+                refused[_ILLEGAL] += len(kinds)
+                continue
+            out.append((layout, where, kinds))
+    if not out:
+        raise UserError(
+            f"no layout of {card.name} on {world_size:,} GPUs is legal" + (f"; the last one: {reason}" if reason else "")
+        )
+    return out
+
+
+def _bounded(
+    costing: _Costing, ceiling: int, held: Collection[str]
+) -> tuple[list[_Bounded], Counter[str], list[_Bounded]]:
+    """Legal layouts that could fit, with their bounds; how many were left out and why; those of them that need least,
+    should nothing fit."""
+    config, card, gpu = costing.config, costing.card, costing.gpu
+    pruned: Counter[str] = Counter()
+    legal = legal_layouts(config, card, gpu, costing.world_size, held, pruned)
+    first = legal[0][0]
+    job = make_job(
+        replace(first, recompute=search_space.Recompute()).applied(config),
+        card,
+        gpu,
+        costing.world_size,
+        imbalance=costing.imbalance,
+    )
+    bounds = Bounds(config, card, gpu, job, costing.profile, costing.imbalance)
+    out: list[_Bounded] = []
+    smallest: list[_Bounded] = []
+    for layout, where, kinds in legal:
+        if max(bounds.states(layout, where)) > ceiling:
+            pruned[_STATES] += len(kinds)
+            last = replace(layout, recompute=kinds[-1])
+            smallest.append(_Bounded(0.0, bounds.memory(last, where), last))
+            continue
+        for kind in kinds:
+            one = replace(layout, recompute=kind)
+            size = bounds.memory(one, where)
+            if size > ceiling:
+                pruned[_KEPT] += 1
+                smallest.append(_Bounded(0.0, size, one))
+            else:
+                out.append(_Bounded(bounds.seconds(one, where), size, one))
+    return out, pruned, smallest
+
+
+def _fastest(
+    costing: _Costing, every: list[_Bounded], ceiling: int, pruned: Counter[str] | None = None, *, two: bool = False
+) -> tuple[Costed | None, Costed | None]:
+    """The fastest that needs at most `ceiling` bytes, and, with `two`, the fastest of another shape."""
+    best: Costed | None = None
+    second: Costed | None = None
+    for one in every:
+        last = second if two else best
+        if last is not None and one.seconds >= last.time.seconds:
+            break
+        if two and best is not None and one.layout.shape == best.layout.shape and one.seconds >= best.time.seconds:
+            continue
+        if one.memory > ceiling:
+            continue
+        if costing.memory(one.layout).total > ceiling:
+            if pruned is not None:
+                pruned[_MEMORY] += 1
+            continue
+        this = costing.full(one.layout)
+        if best is None or this.time.seconds < best.time.seconds:
+            if best is not None and best.layout.shape != this.layout.shape:
+                second = best
+            best = this
+        elif this.layout.shape != best.layout.shape and (second is None or this.time.seconds < second.time.seconds):
+            second = this
+    return best, second
+
+
+def _smallest(costing: _Costing, every: list[_Bounded], pruned: list[_Bounded]) -> Costed | None:
+    """The layout that needs least memory."""
+    best: Layout | None = None
+    for one in sorted([*every, *pruned], key=lambda one: one.memory):
+        if best is not None and one.memory >= costing.memory(best).total:
+            break
+        if best is None or costing.memory(one.layout).total < costing.memory(best).total:
+            best = one.layout
+    return None if best is None else costing.full(best)

@@ -1,0 +1,210 @@
+"""What a layout needs at least, in microseconds of work: bytes of its fullest rank and seconds of a step, both below
+what `memory.of_job` and `time.estimate` say, and close to it.
+
+Time: a rank begins when the stages before its first have run once, works through all micro-batches, and the stages
+before it run backward once more; then the first rank's gradients, the optimizer, the parameters. Memory: the states,
+and what layers keep for backward when the rank's first backward pass begins.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from maniple.config.schema import TrainConfig
+from maniple.hardware.card import GPU
+from maniple.models.card import ModelCard
+from maniple.plan import memory, memory_layers, parameters
+from maniple.plan.imbalance import Imbalance
+from maniple.plan.memory_chunks import Layers
+from maniple.plan.profile import Profile
+from maniple.plan.search_space import Layout, Recompute
+from maniple.plan.shapes import shapes
+from maniple.plan.simulator import StageCost
+from maniple.plan.stage_time import Job, stage_time
+from maniple.plan.stages import Placement, Stage
+from maniple.plan.time import data_parallel
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Sums over the layers before each: entry `b` less entry `a` is of layers a to b - 1."""
+
+    forward: list[float]
+    backward: list[float]
+    exchange: list[float]
+    kept: list[int]
+
+    @classmethod
+    def of(cls, costs: Sequence[StageCost], kept: Sequence[int]) -> _Sums:
+        def summed(values):
+            return list(itertools.accumulate(values, initial=0))
+
+        return cls(
+            summed(cost.forward for cost in costs),
+            summed(cost.backward + cost.weight for cost in costs),
+            summed(cost.exchange_forward + cost.exchange_backward for cost in costs),
+            summed(kept),
+        )
+
+
+class Bounds:
+    """Bounds for all layouts of a job on one kind of GPU; what layouts share is computed once."""
+
+    def __init__(
+        self, config: TrainConfig, card: ModelCard, gpu: GPU, job: Job, profile: Profile, imbalance: Imbalance
+    ) -> None:
+        self.config, self.card, self.gpu, self.job = config, card, gpu, job
+        self.profile, self.imbalance = profile, imbalance
+        self._sums: dict[tuple, tuple[_Sums, _Sums, dict[Stage, StageCost]]] = {}
+        self._caches: dict[tuple, dict] = {}
+        self._states: dict[tuple, tuple[list[parameters.RankParameters], list[int]]] = {}
+
+    def states(self, layout: Layout, where: Placement) -> list[int]:
+        """Bytes of each pipeline rank's states, with what the device takes before any tensor."""
+        return self._of_ranks(layout, where)[1]
+
+    def _of_ranks(self, layout: Layout, where: Placement) -> tuple[list[parameters.RankParameters], list[int]]:
+        key = (layout.tensor, layout.pipeline, layout.stages, layout.chunks, layout.expert)
+        if key not in self._states:
+            config = layout.applied(self.config)
+            counts = [parameters.of_rank(config, self.card, where, rank) for rank in range(where.pipeline)]
+            sizes = [sum(memory.states_of(config, where, count).values()) for count in counts]
+            self._states[key] = counts, [round(self._on_device(size)) for size in sizes]
+        return self._states[key]
+
+    def _on_device(self, tensors: float) -> float:
+        return (tensors + self.profile.workspace) * (1 + self.profile.slack) + self.profile.context
+
+    def memory(self, layout: Layout, where: Placement) -> int:
+        """Bytes that the fullest rank needs at least, its layers' activations among them."""
+        whole, none, _ = self._units(layout, where)
+        full = self._recomputed_of(layout)
+        states = self.states(layout, where)
+        most = 0
+        for rank in {0, max(range(where.pipeline), key=states.__getitem__)}:
+            passes = _first_passes(where, rank)
+            kept = 0
+            for stage, times in zip(where.of_rank(rank), passes, strict=True):
+                if stage.layers:
+                    first, end = stage.layers[0], stage.layers[-1] + 1
+                    cut = min(end, first + full)
+                    kept += times * (whole.kept[cut] - whole.kept[first] + none.kept[end] - none.kept[cut])
+            most = max(most, states[rank] + round(kept * (1 + self.profile.slack)))
+        return most
+
+    def seconds(self, layout: Layout, where: Placement) -> float:
+        """Seconds that a step takes at least."""
+        whole, none, ends = self._units(layout, where)
+        full = self._recomputed_of(layout)
+        overlapped = self.config.moe.overlap_exchange
+        hidden = self.job.software.hidden if overlapped else 0.0
+        forward, backward = [], []
+        for stage in where.stages:
+            ahead = back = 0.0
+            if stage.layers:
+                first, end = stage.layers[0], stage.layers[-1] + 1
+                cut = min(end, first + full)
+                ahead = none.forward[end] - none.forward[first]
+                back = whole.backward[cut] - whole.backward[first] + none.backward[end] - none.backward[cut]
+                back -= hidden * (none.exchange[end] - none.exchange[first])
+            if stage.embedding or stage.head or stage.mtp:
+                cost = self._ends(layout, where, ends, stage)
+                ahead += cost.forward
+                back += cost.backward + cost.weight - hidden * (cost.exchange_forward + cost.exchange_backward)
+            forward.append(ahead)
+            backward.append(back)
+        job = replace(self.job, config=layout.applied(self.config), place=where)
+        send = job.network.send_seconds(job.boundary_bytes, where.world_size // where.pipeline)
+        pipeline = before = 0.0
+        for rank in range(where.pipeline):
+            busy = sum(forward[rank :: where.pipeline]) + sum(backward[rank :: where.pipeline])
+            pipeline = max(pipeline, before + where.micro_batches * busy)
+            before += forward[rank] + backward[rank] + (0.0 if overlapped else 2 * send)
+        counts, states = self._of_ranks(layout, where)
+        ends_of = []
+        for rank in {0, max(range(where.pipeline), key=states.__getitem__)}:
+            mine = [
+                StageCost(forward[index], backward[index])
+                for index in range(rank, len(where.stages), where.pipeline)
+            ]
+            dense, experts = sum(counts[rank].dense.values()), sum(counts[rank].experts.values())
+            reduce, gather, update = data_parallel(job, dense, experts, mine)
+            # the first rank's last backward pass is the last of all
+            ends_of.append((reduce if rank == 0 and not hidden else 0.0, gather if not hidden else 0.0, update))
+        return pipeline + sum(max(column) for column in zip(*ends_of, strict=True))
+
+    def _recomputed_of(self, layout: Layout) -> int:
+        """How many layers of a chunk, from its first, are computed again whole."""
+        kind = self.kind(layout)
+        if kind.granularity != "full":
+            return 0
+        return self.card.num_layers if kind.num_layers is None else kind.num_layers
+
+    def kind(self, layout: Layout) -> Recompute:
+        own = self.config.recompute
+        return layout.recompute or Recompute(own.granularity, own.num_layers, tuple(own.modules))
+
+    def _ends(self, layout: Layout, where: Placement, known: dict[Stage, StageCost], stage: Stage) -> StageCost:
+        """Of a stage's embedding, head and MTP layers, which no job recomputes here: a bound."""
+        key = Stage(0, 0, (), stage.embedding, stage.head, stage.mtp)
+        if key not in known:
+            known[key] = self._cost(layout, where, Recompute(), key)
+        return known[key]
+
+    def _units(self, layout: Layout, where: Placement) -> tuple[_Sums, _Sums, dict[Stage, StageCost]]:
+        """Layers recomputed whole, and layers that are not (but for modules), by sums; and what is no layer."""
+        modules = self.kind(layout).modules
+        own = self.config.recompute.layers if layout.recompute is None else []
+        key = layout.tensor, layout.expert, layout.micro_batch, modules
+        if key not in self._sums:
+            selective = Recompute("selective", None, modules) if modules else Recompute()
+            full, none = self._layers(layout, where, Recompute("full")), self._layers(layout, where, selective)
+            if own:  # the job's own list of layers
+                none = [full[layer] if layer in own else none[layer] for layer in range(self.card.num_layers)]
+                full = none
+            self._sums[key] = (
+                _Sums.of([cost for cost, _ in full], [kept for _, kept in full]),
+                _Sums.of([cost for cost, _ in none], [kept for _, kept in none]),
+                {},
+            )
+        return self._sums[key]
+
+    def _layers(self, layout: Layout, where: Placement, kind: Recompute) -> list[tuple[StageCost, int]]:
+        """(cost, bytes kept for backward) of each decoder layer."""
+        config = replace(layout, recompute=kind).applied(self.config)
+        load = self.imbalance.factor(self.card.moe.num_experts, where.expert)
+        layers = Layers(config, self.card, shapes(config, self.card, where, load=load), self.profile)
+        known: dict[tuple, tuple[StageCost, int]] = {}
+        out = []
+        for layer in range(self.card.num_layers):
+            alike = (
+                self.card.is_moe_layer(layer),
+                self.card.window(layer),
+                config.precision.recipe_of(layer, self.card.num_layers),
+            )
+            if alike not in known:
+                held = layers.held(layer)
+                kept = (memory_layers.recomputed(held) if kind.granularity == "full" else held).kept_bytes
+                known[alike] = self._cost(layout, where, kind, Stage(0, 0, (layer,), False, False)), kept
+            out.append(known[alike])
+        return out
+
+    def _cost(self, layout: Layout, where: Placement, kind: Recompute, stage: Stage) -> StageCost:
+        config = replace(layout, recompute=kind).applied(self.config)
+        cache = self._caches.setdefault((layout.tensor, layout.expert, layout.micro_batch), {})
+        job = replace(self.job, config=config, place=where, cache=cache)
+        return stage_time(job, stage).cost(job)
+
+
+def _first_passes(where: Placement, rank: int) -> list[int]:
+    """How many forward passes of each of a rank's chunks wait when its first backward pass begins."""
+    after, chunks = where.pipeline - 1 - rank, where.chunks
+    if chunks == 1:
+        return [min(where.micro_batches, after + 1)]
+    passes = min(2 * after + (chunks - 1) * where.pipeline + 1, where.micro_batches * chunks)
+    rounds, rest = divmod(passes, where.pipeline * chunks)
+    return [
+        rounds * where.pipeline + max(0, min(where.pipeline, rest - chunk * where.pipeline)) for chunk in range(chunks)
+    ]

@@ -1,0 +1,123 @@
+"""`maniple plan` as a command: words, JSON, exit codes, and what is refused in one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from maniple import cli
+
+QWEN = ["plan", "qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200", "--set", "parallel.expert_parallel_size=8"]
+
+
+@pytest.fixture(autouse=True)
+def _no_torchrun(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MANIPLE_LAUNCHED"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def planned(capsys, *words: str) -> dict:
+    assert cli.main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_plan_in_words(capsys):
+    assert cli.main(QWEN) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    lines = out.splitlines()
+    assert lines[0].startswith("qwen3-30b-a3b on 8 x h200-sxm: TP 1, PP 1, CP 1, DP 8, EP 8, ETP 1; 4 micro-batches")
+    assert "assumed: data.sequence_length=4096, train.global_batch_size=32" in lines
+    assert any("E 0-47 L" in line for line in lines)
+    assert "routed experts" in out
+    assert lines[-1].startswith("fits: ") or lines[-1].startswith("does not fit: ")
+
+
+def test_a_plan_as_json_adds_up(capsys):
+    plan = planned(capsys, *QWEN)
+    (rank,) = plan["ranks"]
+    parts = [sum(rank[kind].values()) for kind in ("states", "held", "activations")]
+    assert rank["peak"] == sum(parts) + rank["working"]
+    assert rank["total"] == rank["peak"] + sum(rank["reserved"].values())
+    assert plan["fits"] == (rank["total"] <= plan["gpu_memory"])
+    assert sum(rank["parameters"].values()) * 2 == rank["states"]["parameters"]
+
+
+def test_a_job_that_does_not_fit_says_where(capsys):
+    plan = planned(capsys, "plan", "deepseek-v3", "--gpus", "8", "--gpu", "h200")
+    assert not plan["fits"]
+    assert plan["verdict"].startswith("does not fit: pipeline rank 0 of 1 needs ")
+
+
+def test_a_job_file_and_its_batch_are_taken_as_they_are(capsys):
+    words = ["plan", "deepseek-v3", "--gpus", "1024", "--gpu", "mi355x", "--config", "configs/deepseek_v3_1024.yaml"]
+    plan = planned(capsys, *words)
+    assert plan["layout"]["micro_batches"] == 128
+    assert plan["assumed"] == {}
+    assert plan["fits"]
+    assert len(plan["ranks"]) == 16
+    assert plan["ranks"][15]["chunks"] == ["31-32", "m L"]
+    recipe = planned(capsys, *words, "--set", "precision.recipe=fp8_block")
+    assert recipe["ranks"][0]["held"]["quantized weights"] > 0
+
+
+def test_emulated_mxfp8_keeps_no_copies(capsys):
+    words = ["plan", "qwen3-30b-a3b", "--gpus", "8", "--set", "precision.recipe=mxfp8"]
+    assert "quantized weights" in planned(capsys, *words, "--gpu", "mi355x")["ranks"][0]["held"]
+    assert "quantized weights" not in planned(capsys, *words, "--gpu", "h200")["ranks"][0]["held"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["deepseek-v4", "--gpus", "8", "--gpu", "h200"], "no model card is named 'deepseek-v4': did you mean"),
+        (["qwen3-30b-a3b", "--gpus", "8", "--gpu", "h250"], "no GPU card is named 'h250': did you mean"),
+        (["qwen3-30b-a3b", "--gpus", "8", "--gpu", ""], "no GPU card is named ''"),
+        (["qwen3-30b-a3b", "--gpus", "0", "--gpu", "h200"], "--gpus 0: a job has at least one GPU"),
+        (["qwen3-30b-a3b", "--gpus", "-8", "--gpu", "h200"], "--gpus -8"),
+        (
+            ["qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200", "--set", "parallel.tensor_parallel_size=3"],
+            "multiple of 3",
+        ),
+        (
+            ["qwen3-30b-a3b", "--gpus", "256", "--gpu", "h200", "--set", "parallel.expert_parallel_size=256"],
+            "moe.num_experts 128 is not a multiple of parallel.expert_parallel_size 256",
+        ),
+        (["qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200", "--set", "parallel.experts=8"], "parallel.experts"),
+        (["qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200", "--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["qwen3-30b-a3b", "--gpus", "many", "--gpu", "h200"], "valid integer"),
+        (["qwen3-30b-a3b", "--gpu", "h200"], "--gpus"),
+        (["qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200", "--imbalance", "factor:0.5"], "imbalance"),
+    ],
+)
+def test_mistakes_are_one_line(words, said, capsys):
+    assert cli.main(["plan", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("maniple: error: ")
+    assert err.count("\n") == 1
+    assert said in err
+
+
+def test_an_uneven_router_needs_more(capsys):
+    totals = [
+        planned(capsys, *QWEN, "--imbalance", factor)["ranks"][0]["total"]
+        for factor in ("balanced", "factor:1.5", "factor:2")
+    ]
+    assert totals[0] < totals[1] < totals[2]
+
+
+@pytest.mark.parametrize("model", ["deepseek-v3", "gpt-oss-120b", "kimi-k2"])
+def test_planning_loads_no_torch_and_is_quick(model):
+    code = (
+        "import sys; from maniple import cli; "
+        f"code = cli.main(['plan', '{model}', '--gpus', '1024', '--gpu', 'mi355x']); "
+        "sys.exit(code or 'torch' in sys.modules)"
+    )
+    started = time.monotonic()
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+    assert time.monotonic() - started < 20

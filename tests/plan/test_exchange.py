@@ -1,0 +1,111 @@
+"""Exchanges and imbalance against sums by hand and by enumeration."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+from maniple.errors import UserError
+from maniple.hardware import load_gpu
+from maniple.hardware.efficiency import load_efficiency
+from maniple.models.card import MoE, Router
+from maniple.plan.exchange import Network, distinct_units
+from maniple.plan.imbalance import BALANCED, Imbalance
+
+
+def _moe(experts: int, topk: int, groups: int = 1, kept: int = 1) -> MoE:
+    return MoE(num_experts=experts, topk=topk, expert_ffn_size=64, router=Router(num_groups=groups, group_topk=kept))
+
+
+def _network(name: str = "h200-sxm") -> Network:
+    return Network(load_gpu(name), load_efficiency(name))
+
+
+@pytest.mark.parametrize(
+    ("units", "groups", "kept"), [(8, 1, 1), (2, 1, 1), (4, 4, 2), (8, 4, 2), (2, 4, 2), (16, 4, 3), (4, 2, 1)]
+)
+def test_distinct_units_are_what_enumeration_counts(units, groups, kept):
+    experts, topk = 16, 3
+    size, group = experts // units, experts // groups
+    counts = [
+        len({expert // size for expert in chosen})
+        for kept_groups in combinations(range(groups), kept)
+        for chosen in combinations([e for e in range(experts) if e // group in kept_groups], topk)
+    ]
+    assert distinct_units(_moe(experts, topk, groups, kept), units) == pytest.approx(sum(counts) / len(counts))
+
+
+def test_deepseek_sends_a_token_to_5_25_of_8_ranks_without_groups():
+    assert distinct_units(_moe(256, 8), 8) == pytest.approx(5.30, abs=0.05)
+    assert distinct_units(_moe(256, 8, 8, 4), 8) < 4
+
+
+def test_dispatch_sends_no_more_copies_than_all_to_all():
+    network, moe = _network(), _moe(256, 8)
+    for ranks in (8, 16, 64):
+        fewer = network.exchange_seconds(4096, 14336, moe, ranks, 1, "dispatch")
+        assert fewer < network.exchange_seconds(4096, 14336, moe, ranks, 1, "all_to_all")
+
+
+def test_an_exchange_by_hand():
+    """In a node: 8 copies, 7/8 of them to others, over NCCL's 327 GB/s; the load of the fullest rank multiplies it."""
+    network, moe = _network(), _moe(256, 8)
+    seconds = network.exchange_seconds(4096, 14336, moe, 8, 1, "all_to_all")
+    assert seconds == pytest.approx(4096 * 14336 * 7 / (450e9 * 0.727) + 10e-6)
+    uneven = network.exchange_seconds(4096, 14336, moe, 8, 1, "all_to_all", load=1.5)
+    assert uneven - 10e-6 == pytest.approx(1.5 * (seconds - 10e-6))
+    assert network.exchange_seconds(4096, 14336, moe, 1, 1, "all_to_all") == 0.0
+
+
+def test_between_nodes_the_nic_is_the_limit():
+    network, moe = _network(), _moe(256, 8)
+    seconds = network.exchange_seconds(4096, 14336, moe, 16, 1, "dispatch")
+    # all but one token in 256 need the other of two nodes
+    copies = distinct_units(moe, 2) / 2
+    assert seconds == pytest.approx(4096 * 14336 * copies / (50e9 * 0.9) + 25e-6)
+    assert copies == pytest.approx(0.9967, abs=1e-3)
+
+
+def test_rings_cross_nodes_over_as_many_nics_as_a_node_has_members():
+    network = _network()
+    size = 1e9
+    inside = network.ring_seconds(size, 8, 1)
+    assert inside == pytest.approx(size * 7 / 8 / (450e9 * 0.8) + 10e-6)
+    wide = network.ring_seconds(size, 16, 1)  # 8 a node
+    thin = network.ring_seconds(size, 16, 8)  # 1 a node
+    assert wide == pytest.approx(size * 15 / 16 / (450e9 * 0.8) + 25e-6)
+    assert thin == pytest.approx(size * 15 / 16 / 45e9 + 25e-6)
+    assert network.ring_seconds(size, 1, 1) == 0.0
+
+
+def test_messages_know_how_far_they_go():
+    network = _network()
+    assert network.send_seconds(1e9, 64) > 5 * network.send_seconds(1e9, 1)
+
+
+def test_imbalance_is_a_seeded_distribution():
+    assert BALANCED.factor(128, 8) == 1.0
+    assert Imbalance("factor", 1.7).factor(128, 8) == 1.7
+    few, many = Imbalance().factor(256, 64), Imbalance().factor(256, 8)
+    assert 1.0 < many < few < 2.0  # sums over more experts are more even
+    assert Imbalance().factor(256, 8) == many
+    assert Imbalance(seed=1).factor(256, 8) != many
+    assert Imbalance("dirichlet", 0.5).factor(256, 8) > many
+    assert Imbalance("lognormal", 0.0).factor(256, 8) == pytest.approx(1.0)
+    assert Imbalance().factor(256, 1) == 1.0
+
+
+def test_imbalance_in_words():
+    assert Imbalance.parse("balanced") == BALANCED
+    assert Imbalance.parse("1.4") == Imbalance.parse("factor:1.4") == Imbalance("factor", 1.4)
+    assert Imbalance.parse("dirichlet:8") == Imbalance()
+    for text in ("", "even", "dirichlet", "lognormal:much", "factor:0.5", "factor:nan"):
+        with pytest.raises(UserError, match="imbalance"):
+            Imbalance.parse(text)
+
+
+@pytest.mark.parametrize(("kind", "parameter"), [("factor", 0.9), ("dirichlet", 0.0), ("lognormal", -1.0)])
+def test_impossible_imbalance_is_refused(kind, parameter):
+    with pytest.raises(UserError, match=f"imbalance {kind} takes a parameter"):
+        Imbalance(kind, parameter)

@@ -1,0 +1,225 @@
+"""What moves memory, and what does not: states by hand, invariants that public estimators broke, measured peaks."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from maniple.config.check import resolve_card
+from maniple.config.load import load
+from maniple.models import counting
+from maniple.plan import memory, parameters
+from maniple.plan.imbalance import BALANCED, Imbalance
+from maniple.plan.memory_schedule import passes
+from maniple.plan.profile import MANIPLE
+from maniple.plan.stages import place
+
+ROOT = Path(__file__).parents[2]
+QWEN = ["model.card=qwen3-30b-a3b", "data.sequence_length=1024", "train.global_batch_size=64"]
+DEEPSEEK = ["model.card=deepseek-v3", "data.sequence_length=1024", "train.global_batch_size=64"]
+PARTS = ("attention", "norms", "dense_mlp", "router", "routed_experts", "shared_experts")
+
+
+def plan(words: list[str], world: int = 8, profile=MANIPLE, imbalance: Imbalance = BALANCED, file: Path | None = None):
+    job = load(file, words).config
+    return memory.of_job(job, resolve_card(job), world, profile, imbalance=imbalance)
+
+
+def ep(size: int) -> str:
+    return f"parallel.expert_parallel_size={size}"
+
+
+def test_all_ranks_together_hold_the_model():
+    job = load(
+        None, [*DEEPSEEK, "parallel.pipeline_parallel_size=2", "parallel.pipeline_layout='Et*30|t*31,mL'"]
+    ).config
+    card = resolve_card(job)
+    where = place(job, card, 2)
+    held: Counter[str] = Counter()
+    for rank in range(2):
+        held.update(parameters.of_rank(job, card, where, rank).by_component)
+    counted = counting.count(card)
+    layers = [*counted.layers, *counted.mtp_layers]
+    for part in PARTS:
+        assert held[part] == sum(layer[part] for layer in layers) + (card.hidden_size if part == "norms" else 0)
+    assert held["embedding"] == 2 * counted.embedding  # MTP's own on the last rank
+    assert held["head"] == counted.head
+    assert held["mtp"] == sum(layer["mtp_norms"] + layer["mtp_projection"] for layer in counted.mtp_layers)
+
+
+def test_experts_are_cut_by_expert_and_expert_tensor_ranks_and_not_by_tensor_ranks():
+    """As one estimator did: megatron-lm issue 4050."""
+    base = [*QWEN, "parallel.tensor_parallel_size=2"]
+    whole = plan([*base, ep(1)])[0].parameters.experts["routed_experts"]
+    assert whole == 48 * 128 * 3 * 2048 * 768
+    assert plan([*base, ep(4)])[0].parameters.experts["routed_experts"] == whole // 4
+    both = plan([*base, ep(4), "parallel.expert_tensor_parallel_size=2"])[0]
+    assert both.parameters.experts["routed_experts"] == whole // 8
+    alone = plan([*QWEN, ep(1)])[0].parameters.dense["attention"]
+    norms = 48 * 2 * 128
+    assert plan([*base, ep(1)])[0].parameters.dense["attention"] == (alone - norms) // 2 + norms
+
+
+def test_states_are_cut_each_over_its_own_ranks():
+    rank = plan([*QWEN, ep(8), "parallel.tensor_parallel_size=2"], 32)[0]
+    dense, experts = sum(rank.parameters.dense.values()), sum(rank.parameters.experts.values())
+    assert rank.states["parameters"] == 2 * (dense + experts)
+    assert rank.states["gradients"] == 4 * (dense + experts)
+    own = dense // 16 + experts // 4  # data-parallel 16; the same experts are on 4 ranks
+    assert rank.states["main parameters"] == pytest.approx(4 * own, abs=16)
+    assert rank.states["moments"] == pytest.approx(8 * own, abs=16)
+    whole = plan([*QWEN, ep(8), "parallel.tensor_parallel_size=2", "parallel.distributed_optimizer=false"], 32)[0]
+    assert whole.states["moments"] == 8 * (dense + experts)
+
+
+def test_dtypes_of_the_states():
+    small = ["model.variant=tiny", *QWEN]
+    each = plan([*small, "precision.dtype=fp32"], 1)[0]
+    assert each.states["main parameters"] == 0
+    assert each.states["parameters"] == each.states["gradients"] == 4 * each.parameters.total
+    words = ["optimizer.main_params_dtype=bf16", "optimizer.moments_dtype=bf16"]
+    half = plan([*small, *words], 1)[0]
+    assert half.states["main parameters"] == 0
+    assert half.states["moments"] == 4 * half.parameters.total
+
+
+def routed(words: list[str], **how) -> int:
+    """What experts and exchange of one micro-batch keep, without what routing alone needs."""
+    return sum(plan(words, **how)[0].activations[part] for part in ("routed_experts", "exchange"))
+
+
+def test_routed_activations_do_not_shrink_with_expert_parallelism_and_grow_with_topk():
+    """Balanced, a rank computes as many rows whatever the experts are spread over."""
+    some = ["model.overrides.num_layers=2", "moe.dispatcher=all_to_all"]
+    usual = routed([*QWEN, *some, ep(1)])
+    assert routed([*QWEN, *some, ep(8)]) == pytest.approx(usual, rel=1e-9)
+    twice = routed([*QWEN, *some, ep(8), "model.overrides.moe.topk=16"])
+    assert twice == pytest.approx(2 * usual, rel=0.01)
+
+
+def test_an_uneven_load_costs_the_fullest_rank():
+    words = [*QWEN, "model.overrides.num_layers=2", ep(8)]
+    even, more = (routed(words, imbalance=each) for each in (BALANCED, Imbalance("factor", 1.5)))
+    assert more == pytest.approx(1.5 * even, rel=0.02)
+    worst = routed(words, imbalance=Imbalance("factor", 1e6))
+    assert worst == pytest.approx(8 * even, rel=0.05)  # all ranks' tokens, 8 experts each, and 16 are here
+
+
+def test_buffers_of_a_stated_size_are_full_and_pages_hold_what_comes():
+    words = [*QWEN, "model.overrides.num_layers=2", ep(8)]
+    even, twice = routed(words), routed([*words, "moe.buffer_factor=2"])
+    assert twice == pytest.approx(2 * even, rel=0.02)
+    paged = routed([*words, "moe.buffer_factor=2", "moe.pages_factor=1"])
+    assert paged == pytest.approx(even, rel=0.02)
+
+
+def test_recomputation_keeps_less_and_by_number():
+    base = [*QWEN, ep(8), "train.loss=fused"]
+    none, full = plan(base)[0], plan([*base, "recompute.granularity=full"])[0]
+    hidden = 1024 * 2048 * 2
+    assert full.activations["residual"] == 48 * hidden
+    assert sum(full.activations.values()) < 0.1 * sum(none.activations.values())
+    assert full.peak < none.peak
+    peaks = [
+        plan([*base, "recompute.granularity=full", f"recompute.layers={list(range(n))}"])[0].peak for n in (12, 24, 36)
+    ]
+    assert none.peak > peaks[0] > peaks[1] > peaks[2] > full.peak
+    assert peaks[0] - peaks[1] == pytest.approx(peaks[1] - peaks[2], rel=1e-6)
+    first = plan([*base, "recompute.granularity=full", "recompute.num_layers=12"])[0]
+    assert first.peak == peaks[0]  # the first twelve
+    for module in ("core_attn", "moe"):
+        fewer = plan([*base, "recompute.granularity=selective", f"recompute.modules=[{module}]"])[0]
+        assert full.peak < fewer.peak < none.peak, module
+
+
+def test_tensor_and_context_parallelism_cut_what_they_cut():
+    base = [*QWEN, ep(8), "train.loss=fused"]
+    usual = plan(base)[0]
+    cut = plan([*base, "parallel.tensor_parallel_size=2"])[0]
+    assert sum(cut.activations.values()) == pytest.approx(sum(usual.activations.values()) / 2, rel=0.02)
+    latent = ["model.card=deepseek-v2-lite", *QWEN[1:], ep(8), "train.loss=fused"]
+    whole, half = (plan(words)[0] for words in (latent, [*latent, "parallel.context_parallel_size=2"]))
+    assert half.activations["dense_mlp"] == whole.activations["dense_mlp"] // 2
+    assert half.activations["routed_experts"] == pytest.approx(whole.activations["routed_experts"] / 2, rel=1e-3)
+
+
+def in_flight(pipeline: int, rank: int, micro_batches: int, virtual: int | None = None) -> int:
+    words = [*QWEN, f"parallel.pipeline_parallel_size={pipeline}", f"train.global_batch_size={micro_batches}"]
+    job = load(None, words + ([] if virtual is None else [f"parallel.virtual_pipeline_size={virtual}"])).config
+    now = most = 0
+    order = passes(place(job, resolve_card(job), pipeline), rank)
+    for each in order:
+        now += 1 if each.forward else -1
+        most = max(most, now)
+    assert now == 0  # whatever is begun is ended
+    return most
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_micro_batches_in_flight(rank):
+    assert in_flight(4, rank, 16) == 4 - rank
+    assert in_flight(4, rank, 2) == min(4 - rank, 2)
+    assert in_flight(4, rank, 16, virtual=2) == 2 * (3 - rank) + 4 + 1  # Narayanan et al., 2021
+
+
+def test_quantized_weights_are_two_copies_where_chips_multiply_them():
+    base = ["model.card=qwen3-30b-a3b", "model.overrides.num_layers=4", *QWEN[1:], ep(8)]
+    assert "quantized weights" not in plan(base)[0].held
+    rank = plan([*base, "precision.recipe=fp8_block"])[0]
+    matrices = rank.parameters.dense["attention"] + rank.parameters.experts["routed_experts"]
+    assert rank.held["quantized weights"] == pytest.approx(2 * matrices, rel=1e-4)
+    fewer = plan([*base, "precision.recipe=fp8_block", "precision.bf16_first_layers=2"])[0]
+    assert fewer.held["quantized weights"] == rank.held["quantized weights"] // 2
+
+
+def test_the_loss_of_logits_is_the_fullest_moment_of_a_large_vocabulary():
+    words = ["model.card=qwen3-30b-a3b", "model.overrides.num_layers=1", "train.micro_batch_size=8", *QWEN[1:], ep(8)]
+    rank = plan(words)[0]
+    assert rank.moment.endswith("loss")
+    assert rank.peak - plan([*words, "train.loss=fused"])[0].peak > 8 * 1024 * 151936 * 4 / 2
+
+
+MEASURED = {
+    "Qwen3-shaped, 1.02e9 parameters, one H200": (1, [], 0.005),
+    "Qwen3-shaped, 1.02e9 parameters, two H200, tensor-parallel 2": (
+        2,
+        ["parallel.tensor_parallel_size=2"],
+        0.005,
+    ),
+    # this ran the oracles of all kernels, which show where layers are the fullest and not the loss
+    "Qwen3-shaped, 1.02e9 parameters, two H200, pipeline-parallel 2": (
+        2,
+        ["parallel.pipeline_parallel_size=2"],
+        0.04,
+    ),
+    # and this one a router that had not learnt to balance, whose load nobody wrote down
+    "Qwen3-shaped, 1.02e9 parameters, two H200, expert-parallel 2": (2, [ep(2)], 0.06),
+}
+
+
+@pytest.mark.parametrize("what", MEASURED)
+def test_measured_peaks(what):
+    """`max_memory_allocated` of the heaviest rank on H200s; see benchmarks/results and docs/planner.md."""
+    world, words, within = MEASURED[what]
+    file = ROOT / "benchmarks" / "results" / "2026-11-29-h200-reference-training.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    measured = next(row["summary"]["peak_memory_bytes"] for row in rows if row["what"] == what)
+    ranks = plan(words, world, file=ROOT / "configs" / "h200_qwen3_1b.yaml")
+    planned = max(rank.peak for rank in ranks)
+    print(f"{what}: {planned / 2**30:.2f} GiB planned, {measured / 2**30:.2f} measured ({planned / measured - 1:+.1%})")
+    assert planned == pytest.approx(measured, rel=within)
+
+
+def test_plans_are_for_the_kernels_that_gpus_run():
+    """Not for the oracles, which need more while they run: see `Profile.oracles`."""
+    from maniple.kernels import cross_entropy, permute, registry, routing  # noqa: F401 (they register what there is)
+
+    best: dict[str, str] = {}
+    for each in registry.describe():  # the best first
+        if "cuda" in each["devices"] or each["devices"] == sorted(registry.ANY_DEVICE):
+            best.setdefault(each["op"], each["name"])
+    for op in ("permute", "cross_entropy", "routing"):
+        assert (best[op] == "reference") == MANIPLE.oracles
