@@ -151,7 +151,7 @@ def test_the_oracle_is_a_loop_over_tokens(operands):
 def test_ours_are_right(recipe, operands):
     found = list(layer_ours.ours(recipe, operands))
     assert [each.role for each in found] == ["selected"] + ["alternative"] * (len(found) - 1)
-    assert len(found) == (3 if recipe == "bf16" else 2)
+    assert len(found) == (3 if recipe == "bf16" else 1)
     for each in found:
         for grad_TD in (None, operands.grad_TD):
             error = worst(operands, each, grad_TD)
@@ -161,7 +161,7 @@ def test_ours_are_right(recipe, operands):
 
 
 def test_gradients_are_added_where_it_says(plain):
-    leaves_bf16, adds, _ = layer_ours.ours("bf16", plain)
+    adds, leaves_bf16, _ = layer_ours.ours("bf16", plain)
     for each, dtype in ((adds, torch.float32), (leaves_bf16, torch.bfloat16)):
         found, _ = each.results(plain.grad_TD)
         assert found["w13"].dtype == found["w2"].dtype == dtype
@@ -406,7 +406,7 @@ def test_rows_say_what_was_measured():
     forward, step = moe_layer.run(plan(), lambda what: None)
     assert [row["implementation"] for row in step] == [
         "reference",
-        "reference, gradients added to fp32",
+        "reference, bf16 gradients",
         "reference, rows gathered by fc1",
         "transformers",
     ]
@@ -419,7 +419,7 @@ def test_rows_say_what_was_measured():
         assert "transformers" in row["versions"]
         json.dumps(row, allow_nan=False)
     assert set(step[0]["ratios"]) == {"transformers"}
-    assert step[0]["note"] == "swiglu reference, routing reference, permute reference, gradients in bf16"
+    assert step[0]["note"] == "swiglu reference, routing reference, permute reference, adds to fp32 gradients"
     assert set(step[0]["stages"]) == STAGES | {f"{stage} backward" for stage in STAGES}
     assert not forward[0]["stages"]
     assert not step[-1]["stages"]
@@ -432,9 +432,9 @@ def test_low_precision_is_beside_our_bf16_and_keeps_its_weights(monkeypatch):
         layer_ours.quantize.cache, "quantize_weight", lambda *a, **k: made.append(1) or true_quantize(*a, **k)
     )
     (forward, step) = moe_layer.run(plan(recipes=["fp8_block"]), lambda what: None)
-    assert [row["implementation"] for row in step] == ["reference", "reference, gradients added to fp32"]
+    assert [row["implementation"] for row in step] == ["reference"]
     assert set(step[0]["ratios"]) == set(forward[0]["ratios"]) == {bars.OUR_BF16}
-    assert len(made) == 4  # w13 and w2 of both, once each
+    assert len(made) == 2  # w13 and w2, once each
     assert "quantize" in step[0]["sources"]
 
 
@@ -487,22 +487,22 @@ def test_variants_on_a_gpu(monkeypatch):
 
     monkeypatch.setattr(layer_ours.registry, "select", select)
     gpu = torch.device("cuda")
-    first, adding, turned, *others = layer_ours._variants("bf16", gpu)
+    first, turned, *others = layer_ours._variants("bf16", gpu)
     assert first == layer_ours.Variant()
-    assert layer_ours._name(adding, {"products": "hopper"}) == "hopper, gradients added to fp32"
     assert turned == layer_ours.Variant(routing="triton", permute="triton")
     assert all((v.routing, v.permute) == ("triton", "triton") for v in others)
     assert [layer_ours._name(v, {"products": v.products or "hopper"}) for v in others] == [
+        "hopper, triton routing and permutation, bf16 gradients",
         "hopper, triton routing and permutation, rows gathered by fc1",
         "hopper, triton routing and permutation, fc1 hopper_fused",
         "triton, triton routing and permutation",
         "triton, triton routing and permutation, rows gathered by fc1",
     ]
-    assert len(list(layer_ours._variants("fp8_block", gpu))) == 3
+    assert len(list(layer_ours._variants("fp8_block", gpu))) == 2
     monkeypatch.setattr(layer_ours.registry, "select", lambda *a: types.SimpleNamespace(name="triton"))
-    _, adding, turned, *_ = layer_ours._variants("bf16", gpu)
-    assert adding == layer_ours.Variant(adds=True)
+    _, turned, other, *_ = layer_ours._variants("bf16", gpu)
     assert (turned.routing, turned.permute) == ("reference", "reference")
+    assert other == layer_ours.Variant(adds=False)
 
 
 def test_what_cannot_run_is_absent(plain, monkeypatch):
@@ -648,8 +648,8 @@ def test_every_end_leaves_rows_and_verdicts(end, script, tmp_path, capsys, monke
 
 def test_a_layer_has_one_name_in_a_contest(operands, monkeypatch):
     """On a GPU where the portable kernels are selected, to ask for them is no other variant."""
-    twice = [layer_ours.Variant(), layer_ours.Variant(products="reference"), layer_ours.Variant(adds=True)]
+    twice = [layer_ours.Variant(), layer_ours.Variant(products="reference"), layer_ours.Variant(adds=False)]
     monkeypatch.setattr(layer_ours, "_variants", lambda recipe, device: iter(twice))
     found = list(layer_ours.ours("bf16", operands))
-    assert [each.name for each in found] == ["reference", "reference, gradients added to fp32"]
+    assert [each.name for each in found] == ["reference", "reference, bf16 gradients"]
     assert all(isinstance(each, Layer) for each in found)

@@ -1,8 +1,7 @@
 """Our MoE layer as it takes part: what the registry selects, and what else could run; where its time goes.
 
 The layer is that of training: fp32 logits, routing, dispatch on one rank, experts with the routing weights, combine.
-The matrices' gradients are bf16 tensors, as the peers leave them; a variant adds them to fp32 buffers within the
-products, as training does.
+The matrices' gradients are added to fp32 buffers within the products, unless a variant says otherwise.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ class Variant:
     products: str | None = None
     fc1: str | None = None
     gathers: bool = False
-    adds: bool = False
+    adds: bool = True
 
 
 def ours(recipe: str, o: LayerOperands, variants: Variants = "all") -> Iterator[Layer | Absent]:
     """The selected layer of a recipe first, then what else can run, each name once.
 
-    variants: "selected": that alone. "few": also gradients added to fp32 buffers, and routing and permutation by what
-    is not selected. "all": also the other ways to compute the experts.
+    variants: "selected": that alone. "few": also routing and permutation by what is not selected, and gradients in
+    bf16. "all": also the other ways to compute the experts.
     """
     seen: set[str] = set()
     for variant in itertools.islice(_variants(recipe, o.device), _COUNT[variants]):
@@ -63,7 +62,6 @@ def ours(recipe: str, o: LayerOperands, variants: Variants = "all") -> Iterator[
 def _variants(recipe: str, device: torch.device) -> Iterator[Variant]:
     selected = base = Variant(recipe)
     yield selected
-    yield replace(selected, adds=True)
     if device.type == "cuda":
         names = {registry.select(op, "bf16", device.type).name for op in ("routing", "permute")}
         other = "reference" if names == {"triton"} else "triton"
@@ -72,6 +70,7 @@ def _variants(recipe: str, device: torch.device) -> Iterator[Variant]:
         yield turned
     if recipe != "bf16":
         return
+    yield replace(base, adds=False)
     yield replace(base, gathers=True)
     if device.type == "cuda":
         yield replace(base, fc1="hopper_fused")
@@ -134,8 +133,8 @@ def _name(variant: Variant, parts: dict[str, str]) -> str:
         words.append(f"fc1 {variant.fc1}")
     if variant.gathers:
         words.append("rows gathered by fc1")
-    if variant.adds:
-        words.append("gradients added to fp32")
+    if not variant.adds:
+        words.append("bf16 gradients")
     return ", ".join(words)
 
 
