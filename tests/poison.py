@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """Import it into a conftest: `torch.empty` and kin are filled with NaN (integers: the largest) in its tests."""
+@contextlib.contextmanager
+def poison() -> Iterator[None]:
+    """`torch.empty` and kin are filled with NaN (integers: the largest)."""
     filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = filled
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """Import it into a conftest: its tests run in `poison`."""
+    with poison():
+        yield
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

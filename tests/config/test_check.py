@@ -24,6 +24,7 @@ def _size(key):
 tp, pp, vpp = _size("tensor_parallel_size"), _size("pipeline_parallel_size"), _size("virtual_pipeline_size")
 ep, etp, layout = _size("expert_parallel_size"), _size("expert_tensor_parallel_size"), _size("pipeline_layout")
 cp = _size("context_parallel_size")
+SELECTIVE = "recompute.granularity=selective"
 
 
 def refusal(world_size, *overrides, gpus_per_node=None):
@@ -79,11 +80,18 @@ def test_every_tiny_card_trains_on_one_and_two_ranks(card):
         (2, (pp(2), layout("Et|t|t|mL"))),
         (2, (pp(2), layout("Et|t|t|mL"), vpp(2))),
         (2, ("moe.dispatcher=local",)),
+        (2, (ep(2), "moe.buffer_factor=1", "moe.pages_factor=2")),
+        (2, (etp(2), "moe.buffer_factor=1.5")),
+        (1, ("moe.buffer_factor=2", "moe.dispatcher=all_to_all")),
         (1, ("train.deterministic=true", "precision.dtype=fp32")),
         (1, ("precision.recipe=fp8", "precision.bf16_first_layers=1", "precision.bf16_last_layers=1")),
         (1, ("precision.bf16_first_layers=9",)),  # all are bf16 anyway
         (1, ("recompute.granularity=selective", "recompute.modules=[core_attn, shared_experts]")),
         (1, ("recompute.granularity=full", "recompute.num_layers=1")),
+        (1, (SELECTIVE, "recompute.modules=[norm, mla_up_proj, moe_act, permute, core_attn, mlp, shared_experts]")),
+        (2, (SELECTIVE, "recompute.modules=[norm, experts]", ep(2))),
+        (1, ("optimizer.main_params_dtype=bf16", "optimizer.moments_dtype=bf16")),
+        (1, ("optimizer.moments_dtype=bf16", "precision.dtype=fp32", "parallel.distributed_optimizer=false")),
         (1, ("recompute.granularity=full", "recompute.layers=[0, 3]")),
         (4, (pp(4), layout("Et|tt|m|L"))),
     ],
@@ -133,6 +141,13 @@ def test_what_works_is_accepted(world_size, overrides):
         (6, (cp(2), tp(2)), "6 is not a multiple of 4 = tensor_parallel_size 2 x pipeline_parallel_size 1 x context_"),
         (4, (cp(2), ep(8)), "world size 4 is not a multiple of 8"),
         (2, ("moe.dispatcher=local", ep(2)), "moe.dispatcher local exchanges nothing"),
+        (2, ("moe.buffer_factor=2",), "moe.buffer_factor bounds what ranks send each other"),
+        (2, (ep(2), "moe.pages_factor=2"), "moe.pages_factor keeps less than the buffers' size"),
+        (
+            2,
+            (ep(2), "moe.buffer_factor=2", "moe.pages_factor=2", "moe.overlap_exchange=true"),
+            "in the order of one stream",
+        ),
         (2, ("moe.dispatcher=local", etp(2)), "moe.dispatcher local exchanges nothing"),
         (
             1,
@@ -157,7 +172,24 @@ def test_what_works_is_accepted(world_size, overrides):
         (1, ("recompute.granularity=full", "recompute.num_layers=1", "recompute.layers=[0]"), "leave one out"),
         (1, ("recompute.granularity=full", "recompute.layers=[1, 4]"), "names layer 4 and"),
         (1, ("recompute.granularity=full", "recompute.layers=[1, 1]"), "names a layer twice"),
-        (1, ("recompute.granularity=selective", "recompute.modules=[mla_up_proj]"), "unknown 'mla_up_proj'"),
+        (1, (SELECTIVE, "recompute.modules=[layernorm]"), "unknown 'layernorm'"),
+        (1, (SELECTIVE, "recompute.modules=[norm, norm]"), "names a module twice"),
+        (1, (SELECTIVE, "recompute.modules=[moe_act, moe]"), "moe computes moe_act again already: leave moe_act out"),
+        (1, (SELECTIVE, "recompute.modules=[experts, moe_act]"), "experts computes moe_act again already"),
+        (
+            1,
+            (SELECTIVE, "recompute.modules=[mla_up_proj]", "model.card=qwen3-30b-a3b"),
+            "MLA, which qwen3-30b-a3b-tiny has",
+        ),
+        (2, (SELECTIVE, "recompute.modules=[permute]", ep(2)), "here they come from an exchange"),
+        (1, (SELECTIVE, "recompute.modules=[permute]", "moe.dispatcher=all_to_all"), "or use moe.dispatcher=local"),
+        (
+            2,
+            (SELECTIVE, "recompute.modules=[norm]", ep(2), "moe.overlap_exchange=true"),
+            "norm needs layers that run whole",
+        ),
+        (1, ("optimizer.main_params_dtype=bf16", "precision.dtype=fp32"), "needs precision.dtype=bf16"),
+        (1, ("optimizer.main_params_dtype=bf16", "parallel.distributed_optimizer=false"), "distributed_optimizer=true"),
         (1, ("optimizer.min_learning_rate=1",), "min_learning_rate 1 is more than optimizer.learning_rate 0.0003"),
         (1, ("train.steps=20",), "never reach its peak: set more train.steps, or optimizer.warmup_steps=2"),
         (1, ("parallel.overlap_param_gather=true",), "needs parallel.distributed_optimizer and"),

@@ -49,6 +49,8 @@ class Case:
         size = self.micro_batch_size * joined
         sections = {key: words for key, words in self.sections.items() if key != "recompute"}
         sections["train"] = {key: word for key, word in sections.get("train", {}).items() if key != "loss"}
+        of_exchange = ("buffer_factor", "pages_factor")  # one process has none
+        sections["moe"] = {key: word for key, word in sections.get("moe", {}).items() if key not in of_exchange}
         return replace(self, ranks=1, parallel={}, masked=masked, micro_batch_size=size, sections=sections)
 
 

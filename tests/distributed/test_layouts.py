@@ -35,6 +35,7 @@ SIX, EIGHT, TIED = {"num_layers": 6}, {"num_layers": 8}, {"tied_embeddings": Tru
 DENSE_STAGE = {"num_layers": 6, "moe": {"num_dense_layers": 3}}
 FUSED = {"train": {"loss": "fused"}}  # against logits on one process
 DISTRIBUTED = {"distributed_optimizer": True}
+BOUNDED = {"moe": {"buffer_factor": 1.0, "pages_factor": 1.0}}  # the first steps overflow
 OVERLAPPED = {**DISTRIBUTED, "overlap_grad_reduce": True, "overlap_param_gather": True}
 
 CASES = {
@@ -48,6 +49,7 @@ CASES = {
     "tp2-ep2-pp2-overlapped-fused-loss": Case(
         DEEPSEEK, 8, layout(tp=2, ep=2, pp=2, text=TWO_STAGES, **OVERLAPPED), sections=FUSED
     ),
+    "tp2-ep2-etp2-pp2-bounded": Case(DEEPSEEK, 8, layout(tp=2, ep=2, etp=2, pp=2, text=TWO_STAGES), sections=BOUNDED),
     "etp2-ep2-dp8": Case("mixtral-8x7b", 8, layout(ep=2, etp=2)),
     "tp4-etp2-ep4": Case(DEEPSEEK, 8, layout(tp=4, ep=4, etp=2)),
     "dense-stage": Case(DEEPSEEK, 8, layout(pp=4, ep=2, text="Ettt|t|t|tmL"), DENSE_STAGE),

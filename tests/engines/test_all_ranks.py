@@ -368,8 +368,7 @@ def dry_calls(rank: int, world_size: int) -> dict[str, list]:
 
 
 def _plain(groups, events) -> list:
-    """What of it concerns others: without a rank's calls to itself, of which a dry run has more (its dispatcher is
-    `all_to_all` with one expert-parallel rank too)."""
+    """What of it concerns others: without a rank's calls to itself."""
     batches = [event for event in events if not isinstance(event, int)]
     shared = [batch for batch in batches if len(groups[batch[0].group].ranks) > 1]
     return [groups, [[replace(call.fixed, where="") for call in batch] for batch in shared]]

@@ -68,6 +68,8 @@ def allocated(rank: int, world_size: int) -> list[list[dict[str, int]]]:
         parallel.start(job, device)
         (chunk,) = model.build_chunks(card, job)
         (layer,) = [module for module in chunk.modules() if isinstance(module, ManipleMoELayer)]
+        for weight in layer.experts.parameters():  # as in a job's buffers
+            weight.main_grad = torch.zeros_like(weight)
         x_TD = torch.randn(TOKENS, card.hidden_size, requires_grad=True)
         probs_TK = torch.rand(TOKENS, topk, requires_grad=True)
         of = []

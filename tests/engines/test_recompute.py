@@ -6,6 +6,7 @@ and balancing bias the same integers and bits, and what a router chose stays cho
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ pytestmark = pytest.mark.timeout(600)  # the first test waits for the processes 
 
 # a dense layer, two MoE layers and an MTP layer: 0, 1 and 2, 3
 CARD = "deepseek-v3"
+OURS = ["norm", "mla_up_proj", "moe_act", "permute"]
+MIXED = ["norm", "mla_up_proj", "experts", "core_attn", "mlp", "shared_experts"]
 KINDS: dict[str, dict[str, Any]] = {
     "full": {"granularity": "full"},
     "first layers": {"granularity": "full", "num_layers": 2},
@@ -26,8 +29,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "mtp layer": {"granularity": "full", "layers": [3]},
     "all layers": {"granularity": "full", "layers": [0, 1, 2, 3]},
     "several modules": {"granularity": "selective", "modules": ["core_attn", "moe", "mlp"]},
+    "ours": {"granularity": "selective", "modules": OURS},
+    "ours with upstream's": {"granularity": "selective", "modules": MIXED},
+    "norm in moe": {"granularity": "selective", "modules": ["norm", "moe", "mlp"]},
     **{module: {"granularity": "selective", "modules": [module]} for module in RECOMPUTE_MODULES},
 }
+OVERLAPPED = {"parts": ["mla_up_proj", "moe_act"], "experts": ["experts"]}
+MIX = "ours with upstream's"
 TWO_STAGES = {"pipeline_parallel_size": 2, "pipeline_layout": "Ett|tmL"}
 FOUR_CHUNKS = {"pipeline_parallel_size": 2, "pipeline_layout": "Et|t|t|mL"}
 
@@ -44,13 +52,24 @@ PIPELINES = {
     "interleaved, moe": case(2, FOUR_CHUNKS, KINDS["moe"]),
     "experts": case(2, {"expert_parallel_size": 2}, KINDS["all layers"]),
     "tensors": case(2, {"tensor_parallel_size": 2}, KINDS["layers"]),
+    "tensors, ours": case(2, {"tensor_parallel_size": 2}, KINDS["ours"]),
+    "experts and context, mixed": case(2, {"expert_parallel_size": 2, "context_parallel_size": 2}, KINDS[MIX]),
+    "interleaved, mixed": case(2, FOUR_CHUNKS, KINDS[MIX]),
 }
 
 
 def check(rank: int, world_size: int) -> dict[str, Any]:
     kinds: dict[str, dict[str, Any]] = {"none": {}, **KINDS}
     steps = {name: parity._run(case(1, {}, words)) for name, words in kinds.items()}
-    return {"steps": steps, "bytes": {name: _kept(words) for name, words in kinds.items()}, "ids": _choices()}
+    kept = {name: _kept(words) for name, words in kinds.items()}
+    return {"steps": steps, "bytes": kept, "ids": _choices(), "plans": {name: _overlapped(name) for name in OVERLAPPED}}
+
+
+def _overlapped(name: str) -> dict[str, Any]:
+    """Errors of a schedule that cuts layers in pieces, beside the same layers run whole."""
+    from tests.engines.test_schedule_plan import _compare
+
+    return _compare(CARD, 0, recompute={"granularity": "selective", "modules": OVERLAPPED[name]})
 
 
 def _kept(recompute: dict[str, Any]) -> int:
@@ -60,6 +79,10 @@ def _kept(recompute: dict[str, Any]) -> int:
     from maniple.engines.megatron.dry_run.memory import StorageMeter
 
     card = load_card(CARD).tiny()
+    assert card.mla is not None
+    # values as wide as keys: torch's attention for a CPU then keeps queries, keys and values, as a GPU's do
+    width = card.mla.qk_nope_head_dim + card.mla.qk_rope_head_dim
+    card = card.with_overrides({"mla": {"v_head_dim": width}})
     engine = helpers.Engine(card, helpers.make_job(recompute=recompute))
     (batch,) = helpers.make_batches(card.vocab_size, 1, 4)
     inputs = {"input_ids": batch["tokens"], "position_ids": batch["position_ids"], "attention_mask": None}
@@ -125,10 +148,33 @@ def test_less_is_kept(report, name):
     assert report["bytes"][name] < 0.95 * report["bytes"]["none"]
 
 
+@pytest.mark.parametrize("name", ["norm", "mla_up_proj", "moe_act", "permute", "experts", "ours", MIX, "norm in moe"])
+def test_modules_of_ours_keep_less(report, name):
+    assert report["bytes"][name] < report["bytes"]["none"]
+
+
+def test_the_more_modules_the_less_is_kept(report):
+    kept = report["bytes"]
+    assert kept["ours"] < min(kept[name] for name in OURS)
+    assert kept[MIX] < min(kept[name] for name in MIXED)
+    assert kept["experts"] < kept["moe_act"]
+    assert kept["norm in moe"] < kept["moe"]
+    # rows that are gathered again from a norm's output that is made again: both are gone
+    assert kept["none"] - kept["ours"] == sum(kept["none"] - kept[name] for name in OURS)
+
+
 def test_the_more_layers_the_less_is_kept(report):
     kept = report["bytes"]
     assert kept["all layers"] < kept["layers"] < kept["none"]
     assert kept["all layers"] < 0.5 * kept["none"]
+
+
+@pytest.mark.parametrize("name", OVERLAPPED)
+def test_where_a_schedule_cuts_layers(report, name):
+    found = report["plans"][name]
+    assert found["losses"] <= 1e-6
+    assert not found["zeros"]
+    assert not {key: e for key, e in found["gradients"].items() if not e <= 1e-5}
 
 
 def test_a_choice_is_kept_and_counted_once(report):
@@ -152,3 +198,10 @@ def test_at_other_layouts(pipelines, name):
     assert not found.missing
     assert not found.unequal
     assert not found.too_far(1e-5)
+
+
+def test_upstreams_way_still_compiles_an_extension():
+    from megatron.core.tensor_parallel import random
+
+    assert "_get_share_storage()" in inspect.getsource(random.CheckpointWithoutOutput)
+    assert "load_inline(" in inspect.getsource(random._get_share_storage)

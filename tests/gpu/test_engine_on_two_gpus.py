@@ -35,6 +35,7 @@ JOBS = {
     "again": ("--nproc", "1", EXACT),
     "context": ("--nproc", "2", "parallel.context_parallel_size=2"),
     "calm": (*EP2, EXACT),
+    "bounded": (*EP2, EXACT, "moe.buffer_factor=1.0", "moe.pages_factor=1.0"),
     "killed": (*EP2, EXACT, "--max-restarts", "1"),
     "hung": (*EP2, "train.steps=100000", f"parallel.collective_timeout_seconds={LIMIT}"),
     "asked": (*EP2, "train.steps=100000"),
@@ -98,7 +99,7 @@ def said(run: Run) -> str:
     return run.log.read_text(encoding="utf-8", errors="replace")
 
 
-@pytest.mark.parametrize("name", ["one", "again", "context", "calm", "killed"])
+@pytest.mark.parametrize("name", ["one", "again", "context", "calm", "bounded", "killed"])
 def test_jobs_come_to_their_end(runs, name):
     assert runs[name].code == 0, said(runs[name])
     assert list(runs[name].losses()) == list(range(1, 25))
@@ -110,6 +111,11 @@ def test_deterministic_runs_are_equal_bit_for_bit(runs):
 
 def test_context_parallelism_changes_no_loss(runs):
     assert list(runs["context"].losses().values()) == pytest.approx(list(runs["one"].losses().values()), rel=2e-3)
+
+
+def test_bounded_buffers_change_no_loss(runs):
+    assert list(runs["bounded"].losses().values()) == pytest.approx(list(runs["calm"].losses().values()), rel=2e-3)
+    assert "run again with larger buffers" in said(runs["bounded"])
 
 
 def test_a_killed_rank_is_started_again_and_no_bit_is_lost(runs):

@@ -16,10 +16,12 @@ pytest.importorskip("triton")
 @pytest.mark.parametrize(
     "suite",
     [
+        "interpreted_adamw.py",
         "interpreted_cross_entropy.py",
         "interpreted_grouped_gemm.py",
         "interpreted_grouped_gemm_swiglu.py",
         "interpreted_low_precision.py",
+        "interpreted_pages.py",
         "interpreted_permute.py",
         "interpreted_quantize.py",
         "interpreted_routing.py",

@@ -25,7 +25,13 @@ def job_of(plan: Plan, recipe: str) -> TrainConfig:
         f"train.seed={plan.seed}",
         f"train.device={'gpu' if plan.device.type == 'cuda' else 'cpu'}",
     ]
-    words = [*sizes, "optimizer.warmup_steps=10", "data.source=synthetic", f"precision.recipe={recipe}"]
+    words = [
+        *sizes,
+        "optimizer.warmup_steps=10",
+        "data.source=synthetic",
+        f"precision.recipe={recipe}",
+        "train.loss=fused",
+    ]
     return load(PRESETS / "pretrain.yaml", words).config
 
 

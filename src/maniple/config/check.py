@@ -19,8 +19,10 @@ __all__ = ["check", "data_parallel_size", "parse_layout", "pipeline_stages", "re
 
 _LARGEST_SEED = 2**31 - 1  # NumPy's is 2**32 - 1, and ranks add their own numbers
 _MOST_SAMPLES = 2**40  # far past any job, and short of overflows in sample indices
-# upstream's others (layernorm, mla_up_proj, moe_act) drop an output through Transformer Engine's state
-RECOMPUTE_MODULES = ("core_attn", "mlp", "moe", "shared_experts")
+UPSTREAM_RECOMPUTES = ("core_attn", "mlp", "moe", "shared_experts")
+RECOMPUTE_MODULES = (*UPSTREAM_RECOMPUTES, "experts", "moe_act", "permute", "norm", "mla_up_proj")
+# modules and the smaller ones in them
+_CONTAIN = {"moe": ("experts", "moe_act", "permute", "shared_experts"), "experts": ("moe_act",)}
 
 
 def resolve_card(config: TrainConfig) -> ModelCard:
@@ -180,6 +182,21 @@ def _check_model(config: TrainConfig, card: ModelCard) -> None:
             f"moe.dispatcher local exchanges nothing between ranks, and expert_parallel_size x "
             f"expert_tensor_parallel_size is {experts * expert_tensor}: use moe.dispatcher=all_to_all (or auto)"
         )
+    if config.moe.buffer_factor is not None and config.moe.dispatcher != "all_to_all" and experts * expert_tensor == 1:
+        raise UserError(
+            "moe.buffer_factor bounds what ranks send each other, and expert_parallel_size x "
+            "expert_tensor_parallel_size is 1, where every buffer is of exactly the rows that there are: leave it out"
+        )
+    if config.moe.pages_factor is not None and config.moe.buffer_factor is None:
+        raise UserError(
+            "moe.pages_factor keeps less than the buffers' size, and without moe.buffer_factor they are of exactly "
+            "the rows that came: set moe.buffer_factor, or leave moe.pages_factor out"
+        )
+    if config.moe.pages_factor is not None and config.moe.overlap_exchange:
+        raise UserError(
+            "moe.pages_factor takes and frees pages in the order of one stream, and moe.overlap_exchange runs layers "
+            "on two: leave one of them out"
+        )
 
 
 def _check_sequence(config: TrainConfig) -> None:
@@ -255,6 +272,27 @@ def _check_recompute(config: TrainConfig, card: ModelCard) -> None:
     for module in recompute.modules:
         if module not in RECOMPUTE_MODULES:
             raise UserError(f"recompute.modules: unknown {module!r}; it knows {', '.join(RECOMPUTE_MODULES)}")
+    if len(set(recompute.modules)) < len(recompute.modules):
+        raise UserError("recompute.modules names a module twice")
+    for module in recompute.modules:
+        for inner in _CONTAIN.get(module, ()):
+            if inner in recompute.modules:
+                raise UserError(f"recompute.modules: {module} computes {inner} again already: leave {inner} out")
+    if "mla_up_proj" in recompute.modules and card.mla is None:
+        raise UserError(f"recompute.modules: mla_up_proj is a part of MLA, which {card.name} has not: leave it out")
+    parallel = config.parallel
+    exchanged = parallel.expert_parallel_size * parallel.expert_tensor_parallel_size > 1
+    if "permute" in recompute.modules and (
+        exchanged or config.moe.dispatcher == "all_to_all" or config.moe.buffer_factor
+    ):
+        raise UserError(
+            "recompute.modules: permute gathers rows again on their own rank, and here they come from an exchange: "
+            "leave it out, or use moe.dispatcher=local without buffer_factor"
+        )
+    if "norm" in recompute.modules and config.moe.overlap_exchange:
+        raise UserError(
+            "recompute.modules: norm needs layers that run whole, and moe.overlap_exchange cuts them: leave one out"
+        )
     if recompute.modules and recompute.granularity != "selective":
         raise UserError(f"recompute.modules needs recompute.granularity=selective, and it is {recompute.granularity}")
     if recompute.granularity == "selective" and not recompute.modules:
@@ -306,6 +344,13 @@ def _check_optimizer(config: TrainConfig) -> None:
             "the learning rate would never reach its peak: set more train.steps, or "
             f"optimizer.warmup_steps={config.train.steps // 10}"
         )
+    if optimizer.main_params_dtype == "bf16":
+        for fits, what in (
+            (config.precision.dtype == "bf16", "precision.dtype=bf16: an fp32 model's weights are updated as they are"),
+            (parallel.distributed_optimizer, "parallel.distributed_optimizer=true"),
+        ):
+            if not fits:
+                raise UserError(f"optimizer.main_params_dtype bf16 needs {what}; or set it to fp32")
     if parallel.overlap_param_gather and not (parallel.distributed_optimizer and parallel.overlap_grad_reduce):
         raise UserError(
             "parallel.overlap_param_gather needs parallel.distributed_optimizer and parallel.overlap_grad_reduce on"

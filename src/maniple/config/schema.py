@@ -91,6 +91,20 @@ class MoEConfig(Section):
     overlap_exchange: bool = Field(
         False, description="one micro-batch's tokens are exchanged while another's backward pass computes"
     )
+    buffer_factor: float | None = Field(
+        None,
+        ge=1,
+        le=_RANKS,
+        description="buffers of expert exchange for so many times the balanced load, at most for the worst case; a "
+        "step that needs more is run again with larger ones, and the host waits for no count. None: exact sizes",
+    )
+    pages_factor: float | None = Field(
+        None,
+        ge=1,
+        le=_RANKS,
+        description="with buffer_factor: what experts keep for backward is kept in pages, for so many times what the "
+        "balanced load needs over all layers; None: as it is, at the buffers' size",
+    )
     aux_loss_type: Literal["none", "sequence", "micro_batch", "global_batch"] = "sequence"
     aux_loss_coefficient: float | None = Field(None, ge=0, le=_WEIGHT, description="None: the card's own")
     z_loss_coefficient: float = Field(0.0, ge=0, le=_WEIGHT)
@@ -101,7 +115,7 @@ class MoEConfig(Section):
 
 class PrecisionConfig(Section):
     dtype: Literal["bf16", "fp32"] = Field(
-        "bf16", description="of parameters and activations; main parameters are fp32"
+        "bf16", description="of parameters and activations; main parameters: `optimizer.main_params_dtype`"
     )
     recipe: Literal["bf16", "fp8", "fp8_block", "mxfp8"] = Field(
         "bf16", description="of the layers' matrix products: see [precision.md](precision.md)"
@@ -161,6 +175,12 @@ class OptimizerConfig(Section):
     beta2: float = Field(0.95, ge=0, lt=1)
     epsilon: float = Field(1e-8, gt=0, le=1)
     clip_grad: float = Field(1.0, ge=0, le=1e12, description="global gradient norm; 0: no clipping")
+    main_params_dtype: Literal["fp32", "bf16"] = Field(
+        "fp32", description="what is updated, of a bf16 model; bf16: the model's own weights, rounded stochastically"
+    )
+    moments_dtype: Literal["fp32", "bf16"] = Field(
+        "fp32", description="of both moments; bf16 is rounded stochastically: see [training.md](training.md)"
+    )
 
 
 class TrainSection(Section):

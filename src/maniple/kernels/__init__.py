@@ -13,6 +13,6 @@ Shape suffixes: T tokens on this rank · D hidden · F expert intermediate · E 
 K chosen a token · S slots of the expert-sorted buffer (static) · B sequences. GEMMs say S, K (summed) and N.
 """
 
-from maniple.kernels import grouped_gemm, linear, permute, quantize, routing, swiglu
+from maniple.kernels import adamw, grouped_gemm, linear, pages, permute, quantize, routing, swiglu
 
-__all__ = ["grouped_gemm", "linear", "permute", "quantize", "routing", "swiglu"]
+__all__ = ["adamw", "grouped_gemm", "linear", "pages", "permute", "quantize", "routing", "swiglu"]

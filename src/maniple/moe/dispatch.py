@@ -18,13 +18,16 @@ nowhere. A rank without tokens, or one that receives none, takes part in every c
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 
+from maniple.kernels.forgotten import active, forget, hold
 from maniple.kernels.permute import Permutation, permute, permute_probs, sort_by_expert, unpermute
+from maniple.moe.room import Room
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -47,16 +50,43 @@ class Dispatcher(Protocol):
 
 
 class LocalDispatcher:
-    """All experts are on this rank. S is T * K whatever the routing, and the host never waits for the device."""
+    """Nothing leaves this rank. The host never waits for the device.
 
-    def __init__(self, num_experts: int, *, kernels: str | None = None) -> None:
+    All experts are here, and S is T * K whatever the routing; or, with `experts`, a run of them only, as on one rank of
+    an expert-parallel group: choices of others go nowhere. Then `room` may bound S by a factor of their balanced load;
+    rows that do not fit go nowhere either, and `room` says how many came. Raises ValueError for an empty run.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        *,
+        experts: range | None = None,
+        room: Room | None = None,
+        kernels: str | None = None,
+    ) -> None:
         self.num_experts = num_experts
+        self.experts = range(num_experts) if experts is None else experts
+        if not self.experts or self.experts.step != 1:
+            raise ValueError(f"experts of a rank are a run of some, not {self.experts}")
+        self.room = room
         self.kernels = kernels  # an implementation of permute, or None or "auto" for the best
+        self.gathers_again = False  # backward keeps x_TD in place of the rows, inside `forgotten.forgetting()`
 
     def dispatch_preprocess(self, x_TD, ids_TK, probs_TK) -> tuple[torch.Tensor, torch.Tensor, Permutation]:
-        handle = sort_by_expert(ids_TK, self.num_experts, kernels=self.kernels)
-        rows_SD = permute(x_TD, handle, kernels=self.kernels)
-        return rows_SD, permute_probs(probs_TK, handle, kernels=self.kernels), handle
+        local, slots = len(self.experts), ids_TK.numel()
+        ids_TK = ids_TK - self.experts.start if self.experts.start else ids_TK
+        handle = sort_by_expert(ids_TK, local, kernels=self.kernels)
+        if self.room is not None:
+            worst = ids_TK.shape[0] * min(ids_TK.shape[1], local)
+            slots = self.room.size(math.ceil(slots * local / self.num_experts), worst)
+            self.room.note(handle.ends_E[-1])
+            handle = replace(handle, ends_E=handle.ends_E.clamp(max=slots))
+        rows_SD = permute(x_TD, handle, slots=slots, kernels=self.kernels)
+        if self.gathers_again and active():
+            x = hold(x_TD)
+            forget([rows_SD], lambda: [permute(x(), handle, slots=slots, kernels=self.kernels)])
+        return rows_SD, permute_probs(probs_TK, handle, slots=slots, kernels=self.kernels), handle
 
     def token_dispatch(self, rows, probs, handle: Permutation) -> Pair:
         return rows, probs
@@ -81,7 +111,7 @@ class AllToAllHandle:
     by_expert: Permutation  # of this rank's (token, k)
     by_local_expert: Permutation  # of the rows that came
     ends_G: torch.Tensor  # int32
-    splits_G: list[int]  # the sizes of the groups, for kernels that want them on the host
+    splits_G: list[int] | None  # the sizes of the groups, for kernels that want them on the host; None: not there
     sent: list[int]  # rows to each expert-parallel rank
     received: list[int]  # rows from each
     gathered: list[int]  # rows that each expert-tensor rank received

@@ -6,13 +6,16 @@ each of which quantizes what it multiplies.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from maniple.kernels.forgotten import forget, forgetting, recomputed
 from maniple.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from maniple.kernels.grouped_gemm.low_precision import quantized_grouped_gemm
+from maniple.kernels.grouped_gemm.ops import activation_again
 from maniple.kernels.quantize import QuantizedWeight
 from maniple.kernels.swiglu import swiglu
 
@@ -53,6 +56,7 @@ def expert_mlp(
     kernels: str | None = None,
     fuse_wgrad_accumulation: bool = False,
     splits: list[int] | None = None,
+    recompute: Literal["none", "activation", "all"] = "none",
 ) -> torch.Tensor:
     """Weighted outputs `[S, D]`: `prob * (w2 @ act(w13 @ row + b13) + b2)`, with the matrices of the row's expert.
 
@@ -61,9 +65,22 @@ def expert_mlp(
     activation (and b2) rather than the result: the same value, and its gradient needs no saved output. dtype: the
     float8 of recipes other than bf16; caches: of w13 and w2 in such a recipe. The other arguments are those of
     `grouped_gemm`. Raises ValueError for caches with bf16.
+
+    recompute: what backward does not keep. "activation": the activation (in another recipe, its quantized form), which
+    is computed again from gate and up; "all": nothing but rows_SD and probs_S are kept.
     """
+    if recompute == "all":
+        arguments: dict[str, Any] = dict(b13_GF=b13_GF, b2_GD=b2_GD, activation=activation, recipe=recipe, dtype=dtype)
+        arguments |= dict(caches=caches, kernels=kernels, splits=splits)
+        arguments["fuse_wgrad_accumulation"] = fuse_wgrad_accumulation
+        return recomputed(
+            lambda rows_SD, probs_S: expert_mlp(rows_SD, probs_S, ends_G, w13_GFD, w2_GDF, **arguments),
+            rows_SD,
+            probs_S,
+        )
+    if recipe == "bf16" and caches is not None:
+        raise ValueError("recipe bf16 quantizes nothing: leave caches out, or name another recipe")
     activation = activation or ExpertActivation()
-    scale_S = probs_S if b2_GD is not None else None
     shared: dict[str, Any] = dict(
         recipe=recipe, kernels=kernels, splits=splits, fuse_wgrad_accumulation=fuse_wgrad_accumulation
     )
@@ -81,21 +98,24 @@ def expert_mlp(
             layout=activation.layout,
             kernels=kernels,
         )
-        return quantized_grouped_gemm(
-            hidden_SF, w2_GDF, ends_G, bias_GN=b2_GD, bias_scale_S=scale_S, weight_cache=cache2, **shared
+        shared["weight_cache"] = cache2
+    else:
+        hidden_SF = grouped_gemm_swiglu(
+            rows_SD,
+            w13_GFD,
+            ends_G,
+            bias_G2F=b13_GF,
+            probs_S=probs_S,
+            alpha=activation.alpha,
+            limit=activation.limit,
+            up_offset=activation.up_offset,
+            gate_up=activation.layout,
+            **shared,
         )
-    if caches is not None:
-        raise ValueError("recipe bf16 quantizes nothing: leave caches out, or name another recipe")
-    hidden_SF = grouped_gemm_swiglu(
-        rows_SD,
-        w13_GFD,
-        ends_G,
-        bias_G2F=b13_GF,
-        probs_S=probs_S,
-        alpha=activation.alpha,
-        limit=activation.limit,
-        up_offset=activation.up_offset,
-        gate_up=activation.layout,
-        **shared,
-    )
-    return grouped_gemm(hidden_SF, w2_GDF, ends_G, bias_GN=b2_GD, bias_scale_S=scale_S, **shared)
+    again = activation_again(hidden_SF) if recompute == "activation" else None
+    with forgetting() if again is not None else nullcontext():
+        if again is not None:
+            forget([hidden_SF], lambda: [again()])
+        product = grouped_gemm if recipe == "bf16" else quantized_grouped_gemm
+        scale_S = probs_S if b2_GD is not None else None
+        return product(hidden_SF, w2_GDF, ends_G, bias_GN=b2_GD, bias_scale_S=scale_S, **shared)

@@ -32,6 +32,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from maniple.engines.megatron import context
 from maniple.engines.megatron.documents import documents_of
+from maniple.kernels.forgotten import active, forget, hold
 
 _MOST_BIASES = 8  # for the same documents: of two chunks and two windows, and as many of another sequence length
 _SINK_DIMS = 8  # added to a head for its sink: one is needed, and fused kernels want multiples of eight
@@ -101,7 +102,8 @@ class SDPAttention(MegatronModule):
         """
         if packed_seq_params is not None or attention_bias is not None:
             raise ValueError("attention takes neither packed sequences nor a bias")
-        if attn_mask_type not in (None, AttnMaskType.causal):
+        # where core attention is recomputed upstream hands the type on in a tensor, which has no value in a dry run
+        if attn_mask_type not in (None, AttnMaskType.causal) and not query.is_meta:
             raise ValueError(f"attention is causal only, not {attn_mask_type}")
         documents_BS, group = documents_of(attention_mask), self.pg_collection.cp
         if group.size() > 1:
@@ -149,7 +151,32 @@ class SDPAttention(MegatronModule):
 
 
 class LatentAttention(MLASelfAttention):
-    """Upstream's MLA, mended where it relies on Transformer Engine's linear layers."""
+    """Upstream's MLA, mended where it relies on Transformer Engine's linear layers.
+
+    With `recomputed` nothing keeps queries, keys and values for backward, where they are projected again from the
+    latents.
+    """
+
+    recomputed = False
+    _latents: tuple[torch.Tensor, torch.Tensor] | None = None  # what the down projections gave, or are to give
+
+    def get_query_key_value_tensors(self, hidden_states: torch.Tensor, *args, **kwargs):
+        if not self.recomputed or not active():
+            return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
+        result = super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
+        assert self._latents is not None
+        latents, self._latents = [hold(latent) for latent in self._latents], None
+        like = torch.empty_like(hidden_states, device="meta")  # only its shape and dtype are read
+
+        def again() -> tuple[torch.Tensor, ...]:
+            self._latents = latents[0](), latents[1]()
+            try:
+                return super(LatentAttention, self).get_query_key_value_tensors(like, *args, **kwargs)[:3]
+            finally:
+                self._latents = None
+
+        forget(result[:3], again)
+        return result
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict:
         """A query of one projection has no norm (DeepSeek-V2-Lite), and the key/value latent still has one: upstream
@@ -168,6 +195,8 @@ class LatentAttention(MLASelfAttention):
         """The rotary key is one for all heads, so its gradient is a sum over tensor-parallel ranks. Upstream
         (multi_latent_attention.py, `get_query_key_value_tensors`) forgets it after a ColumnParallelLinear: it gathers
         the columns with an operation whose backward takes a slice."""
+        if self._latents is not None:
+            return self._latents
         q_compressed, kv_combined = super()._qkv_down_projection(hidden_states)
         if self.tp_group.size() > 1:
             kv_combined = gather_from_tensor_model_parallel_region(kv_combined, group=self.tp_group)
@@ -177,6 +206,8 @@ class LatentAttention(MLASelfAttention):
                 latent, key = kv_combined.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
                 key = copy_to_tensor_model_parallel_region(key, group=self.tp_group)
                 kv_combined = torch.cat([latent, key], dim=-1)
+        if self.recomputed and active():
+            self._latents = q_compressed, kv_combined
         return q_compressed, kv_combined
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -46,6 +47,10 @@ class GroupedExperts(MegatronModule):
         self.kernels = config.maniple_moe.kernels if hasattr(config, "maniple_moe") else "auto"
         self.recipe, self.float8 = "bf16", torch.float8_e4m3fn
         self.caches: tuple[QuantizedWeight, QuantizedWeight] | None = None
+        modules = getattr(config, "maniple_recompute_modules", ())
+        self.recompute: Literal["none", "activation", "all"] = (
+            "all" if "experts" in modules else "activation" if "moe_act" in modules else "none"
+        )
         self.ran: str | None = None  # the recipe of the last forward pass
         self.w13 = self._parameter((g, 2 * f, d), partition_dim=1)
         self.w2 = self._parameter((g, d, f), partition_dim=2)
@@ -105,6 +110,7 @@ class GroupedExperts(MegatronModule):
             kernels=self.kernels,
             fuse_wgrad_accumulation=hasattr(self.w13, "main_grad"),
             splits=splits_G,
+            recompute=self.recompute if self.training else "none",
         )
         return out_SD, None
 

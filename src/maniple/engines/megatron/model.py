@@ -12,6 +12,7 @@ from megatron.core.transformer.module import Float16Module
 
 from maniple.config.schema import TrainConfig
 from maniple.engines.megatron.language_model import LanguageModel
+from maniple.engines.megatron.moe import share_pages
 from maniple.engines.megatron.spec import decoder_specs, mtp_specs
 from maniple.engines.megatron.transformer import transformer_config
 from maniple.kernels.quantize import bump
@@ -34,7 +35,9 @@ def build_chunks(card: ModelCard, job: TrainConfig, **config_changes) -> list[GP
     for name, value in config_changes.items():
         setattr(config, name, value)
     virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    return [_build_chunk(card, job, config, None if virtual is None else stage) for stage in range(virtual or 1)]
+    chunks = [_build_chunk(card, job, config, None if virtual is None else stage) for stage in range(virtual or 1)]
+    share_pages(chunks, job.moe.pages_factor)
+    return chunks
 
 
 def _build_chunk(card: ModelCard, job: TrainConfig, config, vp_stage: int | None) -> GPTModel:

@@ -7,6 +7,7 @@ E experts, K chosen a token, S slots of the expert-sorted buffer, G experts on t
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 
 import torch
@@ -17,8 +18,11 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
-from maniple.kernels.routing import RouterSpec, Routing, route, z_loss
+from maniple.kernels.routing import RouterSpec, Routing, route, router_logits, z_loss
+from maniple.moe.bounded import BoundedDispatcher
 from maniple.moe.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
+from maniple.moe.pages import ActivationPages
+from maniple.moe.room import Room
 from maniple.moe.router import load_balance_loss
 
 # upstream's name of a balance loss: (ours, and the name under which Megatron-LM's log reports it)
@@ -64,6 +68,13 @@ class ManipleRouter(TopKRouter):
     def reset_global_aux_loss_tracker(self) -> None:
         """Called by Megatron-Core's `finalize_model_grads` at the end of a global batch."""
         self.running_counts.zero_()
+
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        """fp32 logits `[S, B, E]` of `[S, B, D]`. Upstream's products of fp32 copies pass tensor cores by."""
+        if self.config.moe_router_dtype != "fp32":
+            return super().gating(input)
+        logits_TE = router_logits(input.reshape(-1, input.shape[-1]), self.weight, self.bias)
+        return logits_TE.view(*input.shape[:-1], -1)
 
     def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None):
         """logits `[S, B, E]` -> (probs fp32 `[T, K]`, ids int64 `[T, K]`); `padding_mask` `[S, B]`: True at padding."""
@@ -198,14 +209,32 @@ class ManipleMoELayer(MoELayer):
             is_mtp_layer=is_mtp_layer,
             name=name,
         )
-        self.token_dispatcher = EngineDispatcher(config, pg_collection, self._dispatcher(pg_collection))
+        factor = config.maniple_moe.buffer_factor if hasattr(config, "maniple_moe") else None
+        self.room = None if factor is None else Room(factor)  # of the buffers; None: they have the sizes needed
+        self.pages: ActivationPages | None = None  # set by `share_pages`, one for all layers
+        self.exact = self._dispatcher(pg_collection)
+        self.training_dispatcher = self.exact if self.room is None else self._bounded(pg_collection, self.room)
+        self.token_dispatcher = EngineDispatcher(config, pg_collection, self.training_dispatcher)
+
+    def train(self, mode: bool = True):
+        """Evaluation has exact sizes: nothing there runs a pass again whose rows did not fit."""
+        if hasattr(self, "exact"):
+            self.token_dispatcher.dispatcher = self.training_dispatcher if mode else self.exact
+        return super().train(mode)
 
     def routed_experts_compute(self, hidden_states: torch.Tensor, probs: torch.Tensor):
         """As upstream's, and hands the experts their group sizes where the dispatcher has read them on the host."""
         rows_SD, ends_G, probs_S = self.token_dispatcher.dispatch_postprocess(hidden_states, probs)
         splits_G = getattr(self.token_dispatcher.handle, "splits_G", None)
-        out_SD, _ = self.experts(rows_SD, ends_G, probs_S, splits_G=splits_G)
+        with self._keeping(rows_SD, ends_G):
+            out_SD, _ = self.experts(rows_SD, ends_G, probs_S, splits_G=splits_G)
         return self.token_dispatcher.combine_preprocess(out_SD), None
+
+    def _keeping(self, rows_SD: torch.Tensor, ends_G: torch.Tensor):
+        if self.pages is None or self.room is None or not self.training:
+            return contextlib.nullcontext()
+        slots = rows_SD.shape[0]
+        return self.pages.keeping(ends_G, slots, slots * self.room.balanced // max(self.room.rows, 1))
 
     def _dispatcher(self, groups) -> Dispatcher:
         asked = self.config.maniple_moe.dispatcher if hasattr(self.config, "maniple_moe") else "auto"
@@ -214,10 +243,25 @@ class ManipleMoELayer(MoELayer):
             raise ValueError("dispatcher local needs all experts on each rank: use all_to_all, or EP x ETP = 1")
         experts = self.config.num_moe_experts
         static = getattr(self.config, "maniple_static_splits", False)  # a dry run has no values to count
-        if asked == "all_to_all" or spread or static:
+        if asked == "all_to_all" or spread:
             etp_group = groups.expt_tp if groups.expt_tp.size() > 1 else None
             return AllToAllDispatcher(experts, groups.ep, etp_group=etp_group, static_splits=static)
         return LocalDispatcher(experts)
+
+    def _bounded(self, groups, room: Room) -> Dispatcher:
+        etp_group = groups.expt_tp if groups.expt_tp.size() > 1 else None
+        return BoundedDispatcher(self.config.num_moe_experts, groups.ep, etp_group=etp_group, room=room)
+
+
+def moe_layers(chunks: list[torch.nn.Module]) -> list[ManipleMoELayer]:
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, ManipleMoELayer)]
+
+
+def share_pages(chunks: list[torch.nn.Module], factor: float | None) -> None:
+    """Gives all MoE layers of this rank's chunks one pool of pages; None: none."""
+    pages = None if factor is None else ActivationPages(factor)
+    for layer in moe_layers(chunks):
+        layer.pages = pages
 
 
 def router_spec(config) -> RouterSpec:

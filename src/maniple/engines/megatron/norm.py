@@ -10,12 +10,17 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
 )
 
+from maniple.kernels.forgotten import active, forget
+
 
 class RMSNorm(torch.nn.Module):
     """`x * weight / sqrt(mean(x^2) + eps)` over the last dimension (Zhang and Sennrich, 2019); fp32 inside.
 
-    Built with Megatron-Core's `LayerNormBuilder` signature. The weight is kept in `config.params_dtype`.
+    Built with Megatron-Core's `LayerNormBuilder` signature. The weight is kept in `config.params_dtype`. With
+    `recomputed` nothing keeps the output for backward, where it is computed again from the input.
     """
+
+    recomputed = False
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -26,7 +31,11 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        out = F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        if self.recomputed and active():
+            kept = x.detach()
+            forget([out], lambda: [F.rms_norm(kept, (kept.shape[-1],), self.weight, self.eps)])
+        return out
 
 
 class LatentRMSNorm(RMSNorm):

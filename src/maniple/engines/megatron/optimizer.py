@@ -15,10 +15,16 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from maniple.config.schema import TrainConfig
+from maniple.engines.megatron import adam
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def build_optimizer(chunks: list, job: TrainConfig) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Optimizer with fp32 main parameters and moments, and its schedule in optimizer steps."""
+    """Optimizer with main parameters and moments in the job's dtypes, and its schedule in optimizer steps.
+
+    With fp32 both it is torch's AdamW in upstream's classes, else `adam.py`'s.
+    """
     section, model_config = job.optimizer, chunks[0].config
     config = OptimizerConfig(
         optimizer="adam",
@@ -37,9 +43,13 @@ def build_optimizer(chunks: list, job: TrainConfig) -> tuple[MegatronOptimizer, 
     overrides = get_standard_config_overrides(config)  # vectors and `*.bias` do not decay
     # the biases of stacked experts are matrices under other names
     overrides[ParamKey(name=("*.b13", "*.b2"))] = ParamGroupOverride(wd_mult=0.0)
-    optimizer = get_megatron_optimizer(config, chunks, config_overrides=overrides, use_gloo_process_groups=False)
-    for part in parts(optimizer):
-        _fuse(part.optimizer)
+    main, moments = _DTYPES[section.main_params_dtype], _DTYPES[section.moments_dtype]
+    if main == moments == torch.float32:
+        optimizer = get_megatron_optimizer(config, chunks, config_overrides=overrides, use_gloo_process_groups=False)
+        for part in parts(optimizer):
+            _fuse(part.optimizer)
+    else:
+        optimizer = adam.build(config, chunks, overrides, main=main, moments=moments)
     steps = job.train.steps
     warmup = min(section.warmup_steps, steps - 1)
     scheduler = OptimizerParamScheduler(
@@ -66,6 +76,13 @@ def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
+def allocate(optimizer: MegatronOptimizer) -> None:
+    """Makes the moments, which torch's Adam makes in its first step."""
+    for part in parts(optimizer):
+        if part.optimizer is not None:
+            part.init_state_fn(part.optimizer, part.config)
+
+
 def grad_norm(optimizer: ChainedOptimizer) -> float:
     """The norm of the prepared gradients over the whole model. Collective; the host waits once.
 
@@ -89,11 +106,14 @@ def grad_norm(optimizer: ChainedOptimizer) -> float:
 
 
 def clip(optimizer: ChainedOptimizer, norm: float) -> None:
-    """Scales the prepared gradients down to a norm of `clip_grad`, where theirs is larger."""
+    """Scales the prepared gradients down to a norm of `clip_grad`, where theirs is larger; ours as they are read."""
     for part in parts(optimizer):
         most = part.config.clip_grad
-        gradients = [p.grad for p in part.get_parameters() if p.grad is not None]
-        if gradients and most > 0 and (scale := most / (norm + 1e-6)) < 1.0:
+        if most <= 0 or (scale := most / (norm + 1e-6)) >= 1.0:
+            continue
+        if isinstance(part.optimizer, adam.Adam):
+            part.optimizer.grad_scale = scale
+        elif gradients := [p.grad for p in part.get_parameters() if p.grad is not None]:
             torch._foreach_mul_(gradients, scale)
 
 

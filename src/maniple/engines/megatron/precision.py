@@ -118,11 +118,7 @@ def in_short(recipes: dict[int, str]) -> dict[str, str]:
     """`{"bf16": "0, 27", "fp8_block": "1-26"}` of recipes by layer."""
     said: dict[str, str] = {}
     for recipe in sorted(set(recipes.values())):
-        numbers = sorted(number for number, found in recipes.items() if found == recipe)
-        starts = [number for number in numbers if number - 1 not in numbers]
-        ends = [number for number in numbers if number + 1 not in numbers]
-        spans = zip(starts, ends, strict=True)
-        said[recipe] = ", ".join(str(start) if start == end else f"{start}-{end}" for start, end in spans)
+        said[recipe] = recompute.spans([number for number, found in recipes.items() if found == recipe])
     return said
 
 

@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from maniple.config.schema import TrainConfig
 from maniple.engines.megatron import context
+from maniple.engines.megatron.buffers import Buffers, Overflow, Replay
 from maniple.engines.megatron.documents import padding
 from maniple.engines.megatron.model import routers, settle, unwrap
 from maniple.engines.megatron.optimizer import clip
@@ -22,6 +23,7 @@ from maniple.kernels.quantize import bump
 from maniple.metrics import pulse
 
 Batch = dict[str, torch.Tensor]
+_MOST_PASSES = 20  # of a step: each enlarges what was too small, and the worst case is soon reached
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class StepStats:
     expert_counts: dict[int, list[int]]  # by layer from 0; MTP depth d is num_layers + d
     stop: bool  # some rank asked to stop after this step
     hurry: bool  # and was asked by a signal
+    overflows: tuple[tuple[Overflow, ...], ...] = ()  # of each pass that was thrown away before the one that counts
 
 
 def forward_step(
@@ -131,14 +134,28 @@ def train_step(
     """Forward, backward and update of one global batch. Expert counts are read and zeroed here, once a step.
 
     may_update: called with the loss and the gradient norm, which are the same on every rank, before anything is
-    changed; where it is false weights, moments, schedule and balancing biases stay as they were.
+    changed; where it is false weights, moments, schedule and balancing biases stay as they were. A pass in which a
+    bounded buffer was too small (`buffers.py`) is thrown away, whatever came out of it, and run again with larger ones.
     """
-    zero_gradients(chunks, optimizer)
-    counts = _CountSnapshot(chunks)
-    with counts:
-        reduced = run_schedule(chunks, batches, job, device, forward_only=False)
-    pulse.enter(pulse.STATISTICS)
-    stats = _gather(chunks, reduced, counts, job, device, ask_stop, ask_hurry)
+    buffers = Buffers(chunks)
+    replay = Replay(batches) if buffers else None
+    overflows: list[tuple[Overflow, ...]] = []
+    while True:
+        zero_gradients(chunks, optimizer)
+        buffers.reset()
+        counts = _CountSnapshot(chunks)
+        with counts:
+            source = batches if replay is None else replay.batches
+            reduced = run_schedule(chunks, source, job, device, forward_only=False)
+        pulse.enter(pulse.STATISTICS)
+        stats, overflow = _gather(chunks, reduced, counts, buffers, job, device, ask_stop, ask_hurry)
+        if not overflow or replay is None:
+            break
+        overflows.append(overflow)
+        if len(overflows) == _MOST_PASSES:
+            raise RuntimeError(f"buffers are still too small after {_MOST_PASSES} passes: {overflow[0]}")
+        counts.restore_biases()
+        replay.rewind()
     pulse.enter(pulse.UPDATE)
     grad_norm = prepare_update(optimizer)
     updated = may_update(stats.loss, grad_norm)
@@ -147,7 +164,7 @@ def train_step(
         scheduler.step(increment=1)
     else:
         counts.restore_biases()
-    return replace(stats, grad_norm=grad_norm, updated=updated)
+    return replace(stats, grad_norm=grad_norm, updated=updated, overflows=tuple(overflows))
 
 
 def zero_gradients(chunks, optimizer) -> None:
@@ -224,8 +241,13 @@ class _CountSnapshot:
             bias_E.copy_(former_E)
 
 
-def _gather(chunks, reduced, counts, job, device, ask_stop, ask_hurry) -> StepStats:
-    """Sums this rank's part of every figure over the world. Every rank enters, whatever layers it holds."""
+def _gather(
+    chunks, reduced, counts, buffers: Buffers, job, device, ask_stop, ask_hurry
+) -> tuple[StepStats, tuple[Overflow, ...]]:
+    """Sums this rank's part of every figure over the world. Every rank enters, whatever layers it holds.
+
+    Buffers that were too small are enlarged, and named beside the figures, which then mean nothing.
+    """
     config = chunks[0].config
     found = routers(chunks)
     first_of_tp = parallel_state.get_tensor_model_parallel_rank() == 0
@@ -250,7 +272,10 @@ def _gather(chunks, reduced, counts, job, device, ask_stop, ask_hurry) -> StepSt
     for layer, counts_E in counts.counts.items():
         table[layer] = counts_E
     dist.all_reduce(figures)
-    loss, tokens, aux, z, stop, hurry, *rest = figures.tolist()
+    size = figures.shape[0]
+    values = (torch.cat([figures, buffers.figures(device)]) if buffers else figures).tolist()
+    overflow = buffers.grow(values[size:]) if buffers else ()
+    loss, tokens, aux, z, stop, hurry, *rest = values[:size]
     mtp_sums, all_counts = rest[: 2 * depths], [int(count) for count in rest[2 * depths :]]
     rows = [
         all_counts[first : first + config.num_moe_experts]
@@ -259,7 +284,7 @@ def _gather(chunks, reduced, counts, job, device, ask_stop, ask_hurry) -> StepSt
     mtp_means = [total / max(labels, 1.0) for total, labels in zip(mtp_sums[0::2], mtp_sums[1::2], strict=True)]
     passes = micro_batches(job) * parallel_state.get_data_parallel_world_size()
     dense = config.moe_layer_freq.count(0) if isinstance(config.moe_layer_freq, list) else 0
-    return StepStats(
+    stats = StepStats(
         loss=loss / max(tokens, 1.0),
         mtp_loss=sum(mtp_means) / depths if depths else None,
         aux_loss=aux / passes / max(1, layers - dense),
@@ -271,3 +296,4 @@ def _gather(chunks, reduced, counts, job, device, ask_stop, ask_hurry) -> StepSt
         stop=stop > 0,
         hurry=hurry > 0,
     )
+    return stats, overflow

@@ -226,6 +226,12 @@ class Trainer:
             ask_hurry=stop.signal is not None,
             may_update=may_update,
         )
+        for overflow in stats.overflows:
+            why = "; ".join(map(str, overflow))
+            if self.rank == 0:
+                log.warning("step %d: run again with larger buffers: %s", self.progress.step + 1, why)
+            event = {"event": "overflow", "action": "rerun", "why": why, "where": None}
+            self.writer.log(self.progress.step + 1, event)
         return stats, verdict
 
     def _act(self, verdict: Verdict) -> None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from maniple.config.check import pipeline_stages
+from maniple.config.check import UPSTREAM_RECOMPUTES, pipeline_stages
 from maniple.config.schema import TrainConfig
 from maniple.kernels.routing import RouterSpec
 from maniple.models.card import ModelCard
@@ -27,8 +27,8 @@ def transformer_config(card: ModelCard, job: TrainConfig) -> TransformerConfig:
 
     Attributes are added to it: `maniple_router` (RouterSpec: Megatron-Core's own fields cannot say every router),
     `maniple_moe` and `maniple_precision` (the job's sections), `maniple_loss` (`train.loss`), `maniple_card`, and
-    `maniple_recompute` (numbers of layers: see recompute.py). What cannot be built together is refused before, in
-    `maniple.config.check`.
+    `maniple_recompute` and `maniple_recompute_modules` (layers by number, modules by name: see recompute.py). What
+    cannot be built together is refused before, in `maniple.config.check`.
     """
     moe, router, parallel, precision = card.moe, card.moe.router, job.parallel, job.precision
     aux_coefficient = router.aux_loss if job.moe.aux_loss_coefficient is None else job.moe.aux_loss_coefficient
@@ -102,8 +102,8 @@ def transformer_config(card: ModelCard, job: TrainConfig) -> TransformerConfig:
         fields |= dict(recompute_method="uniform", recompute_num_layers=1)
         if job.recompute.num_layers is not None:
             fields |= dict(recompute_method="block", recompute_num_layers=job.recompute.num_layers)
-    elif job.recompute.granularity == "selective":
-        fields |= dict(recompute_modules=job.recompute.modules or ["core_attn"])
+    elif fields["recompute_granularity"] == "selective":
+        fields |= dict(recompute_modules=_upstreams_modules(job))
     if card.sliding_layers != "none" and card.sliding_window is not None:
         # (left, right): a query sees `left` tokens before itself
         fields |= dict(
@@ -117,14 +117,21 @@ def transformer_config(card: ModelCard, job: TrainConfig) -> TransformerConfig:
     config.maniple_precision = job.precision
     config.maniple_loss = job.train.loss
     config.maniple_recompute = frozenset(job.recompute.layers)
+    config.maniple_recompute_modules = frozenset(job.recompute.modules)
     config.maniple_card = card
     return config
 
 
 def _recompute_granularity(job: TrainConfig) -> str | None:
-    """Upstream's word. Layers by number are our own layer's business, which upstream must not checkpoint once more."""
+    """Upstream's word. Layers by number and some modules are our own business, which upstream must not checkpoint."""
     recompute = job.recompute
-    return None if recompute.granularity == "none" or recompute.layers else recompute.granularity
+    if recompute.granularity == "none" or recompute.layers:
+        return None
+    return None if recompute.granularity == "selective" and not _upstreams_modules(job) else recompute.granularity
+
+
+def _upstreams_modules(job: TrainConfig) -> list[str]:
+    return [module for module in job.recompute.modules if module in UPSTREAM_RECOMPUTES]
 
 
 def _mla_config(card: ModelCard, fields: dict[str, Any]) -> MLATransformerConfig:

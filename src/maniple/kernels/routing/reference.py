@@ -137,7 +137,8 @@ def _choose(selection_TE: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
 def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
     """Indices of the `count` highest of each row, ties to the lowest index: `torch.topk` does not promise that."""
     one_nan = torch.where(scores.isnan(), torch.nan, scores)  # some GPU sorts take the sign of a NaN for its rank
-    return one_nan.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    # a copy: a view keeps the indices of all experts for as long as the choice is kept
+    return one_nan.sort(dim=-1, descending=True, stable=True).indices[:, :count].clone()
 
 
 def z_loss(logits_TE: torch.Tensor, valid_T: torch.Tensor | None = None) -> torch.Tensor:

@@ -5,7 +5,8 @@ are depends on expert-parallel size and pipeline stage, so that such a checkpoin
 built as rank 0 was. Here groups are always the running job's own, and the step comes from its schedule.
 
 Every kind of optimizer reads what another has saved: main weights have the distributed optimizer's names, and none are
-stored where the model's own are fp32 (the distributed optimizer, alone of all, would store those again).
+stored where the model's own are those (the distributed optimizer, alone of all, would store them again). Moments are
+stored in their own dtype; what is stored as bf16 can be read as fp32, and the other way round.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
+from maniple.engines.megatron.adam import Adam, StatesOptimizer
 from maniple.engines.megatron.optimizer import parts
 
 State = dict[Any, Any]
 # upstream's names of main weights begin so: the distributed optimizer's, the others'
 _MAIN, _OTHERS_MAIN = "optimizer.state.param.", "optimizer.state.fp32_param."
+MOMENTS = "optimizer.state.exp_avg"  # of the moments, so
 
 
 def sharded(
@@ -44,8 +47,11 @@ def sharded(
         if part.key.startswith(_OTHERS_MAIN):
             part.key = _MAIN + part.key.removeprefix(_OTHERS_MAIN)
     weights = (part for part in nested_values(model_state) if isinstance(part, ShardedBase))
-    twice = {_MAIN + part.key for part in weights if getattr(part.data, "dtype", None) == torch.float32}
+    twice = {_MAIN + part.key for part in weights if getattr(part.data, "dtype", None) == _dtype_of_main(optimizer)}
     _, tensors = extract_matching_values(tensors, lambda part: part.key in twice)
+    for part in nested_values(tensors):
+        if part.key.startswith(MOMENTS):
+            _cast(part, _dtype_of_moments(optimizer))
     return tensors, dict_list_map_inplace(_unwrapped, rest)
 
 
@@ -67,6 +73,7 @@ def load(optimizer: MegatronOptimizer, tensors: State, rest: State, step: int) -
     for part in every:
         if isinstance(part, DistributedOptimizer):
             del part._set_main_param_and_optimizer_states
+        if isinstance(part, DistributedOptimizer) and not isinstance(part.optimizer, Adam):
             for weight, state in part.optimizer.state.items():
                 # upstream gave all of them one tensor, which each would count up; the fused kernel wants it beside them
                 state["step"] = state["step"].to(weight.device, copy=True)
@@ -76,7 +83,10 @@ def start_from(optimizer: MegatronOptimizer, weights: dict[torch.nn.Parameter, t
     """Sets the main weights that the optimizer has beside the model's own bf16 ones. weights: whole on this rank, by
     the model's parameter."""
     for part in parts(optimizer):
-        if isinstance(part, DistributedOptimizer):
+        if isinstance(part, StatesOptimizer):
+            kept = [(p, main) for p in part.model_param_group_index_map if (main := part.main_of(p)) is not None]
+            groups: Any = [[p for p, _ in kept]], [[main for _, main in kept]]
+        elif isinstance(part, DistributedOptimizer):
             groups = part.model_float16_groups, part.shard_fp32_from_float16_groups
         elif isinstance(part, Float16OptimizerWithFloat16Params):
             groups = part.float16_groups, part.fp32_from_float16_groups
@@ -91,15 +101,31 @@ def start_from(optimizer: MegatronOptimizer, weights: dict[torch.nn.Parameter, t
                 main.data.copy_(weight.view(main.shape))
 
 
+def _dtype_of_main(optimizer: MegatronOptimizer) -> torch.dtype:
+    """Of the model's weights that are their own main weights."""
+    part = parts(optimizer)[0]
+    return part.config.main_params_dtype if isinstance(part, StatesOptimizer) else torch.float32
+
+
+def _dtype_of_moments(optimizer: MegatronOptimizer) -> torch.dtype:
+    inner = parts(optimizer)[0].optimizer
+    return inner.moments if isinstance(inner, Adam) else torch.float32
+
+
+def _cast(part: ShardedBase, dtype: torch.dtype) -> None:
+    """Upstream gathers everything in fp32; what was bf16 is so again, without a rounding."""
+    part.data = part.data.to(dtype)
+    if hasattr(part, "dtype"):
+        part.dtype = dtype
+
+
 def _unwrapped(value: Any) -> Any:
     return value.unwrap() if isinstance(value, LocalNonpersistentObject) else value
 
 
 def _set_all_but_step(part: DistributedOptimizer, model_param: torch.Tensor, tensors: State) -> None:
     # what is None is left alone; main weights that are the model's own were loaded with it
-    DistributedOptimizer._set_main_param_and_optimizer_states(
-        part, model_param, {"step": None, "param": None, **tensors}
-    )
+    type(part)._set_main_param_and_optimizer_states(part, model_param, {"step": None, "param": None, **tensors})
 
 
 def _allocate(optimizer: MegatronOptimizer) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from maniple.config.schema import TrainConfig
-from maniple.engines.megatron.checkpoint import agreement, files, tensors
+from maniple.engines.megatron.checkpoint import agreement, files, optimizer_state, tensors
 from maniple.engines.megatron.checkpoint import state as checkpoint_state
 from maniple.engines.megatron.checkpoint.agreement import agree, from_rank_0
 from maniple.engines.megatron.checkpoint.saved_card import check_same
@@ -91,7 +91,14 @@ def load(folder: Path, chunks, optimizer, scheduler, *, card: ModelCard, job: Tr
     if not same_layout or any(key not in index.tensors or index.tensors[key].shape != rows[key] for key in rows):
         del state["rng"]
         log.info("random states start from train.seed: the layout is not that of %s", folder)
-    loaded = tensors.read(folder, index, state, job, ignored=lambda key: key.startswith(checkpoint_state.RNG))
+    loaded = tensors.read(
+        folder,
+        index,
+        state,
+        job,
+        ignored=lambda key: key.startswith(checkpoint_state.RNG),
+        casts=lambda key: key.startswith(optimizer_state.MOMENTS),
+    )
     checkpoint_state.restore(loaded, chunks, optimizer, rest, updates=manifest["updates"])
     scheduler.step(increment=manifest["updates"] - scheduler.num_steps)
     return Restored(manifest["step"], manifest["samples"], manifest["extra"])
@@ -106,6 +113,17 @@ def _check_alike(folder: Path, manifest: dict[str, Any], card: ModelCard, job: T
             f"checkpoint {folder} was saved with precision.dtype {saved}, this job has {mine}: set "
             f"precision.dtype={saved}"
         )
+    before = manifest["job"].get("optimizer", {})
+    mine, saved = job.optimizer.main_params_dtype, before.get("main_params_dtype", "fp32")
+    if saved != mine:
+        raise UserError(
+            f"checkpoint {folder} was saved with optimizer.main_params_dtype {saved}, this job has {mine}: set "
+            f"optimizer.main_params_dtype={saved}, or begin with its weights alone (checkpoint.init_from)"
+        )
+    mine, saved = job.optimizer.moments_dtype, before.get("moments_dtype", "fp32")
+    if saved != mine:
+        how = "rounded to bf16" if mine == "bf16" else "read as fp32, which changes none"
+        log.info("moments are stored as %s and %s (optimizer.moments_dtype)", saved, how)
 
 
 def _warn(error: UserError) -> None:

@@ -37,14 +37,20 @@ State = dict[str, Any]
 
 
 def read(
-    folder: Path, index: Index, state: State, job: TrainConfig, *, ignored: Callable[[str], bool], casts: bool = False
+    folder: Path,
+    index: Index,
+    state: State,
+    job: TrainConfig,
+    *,
+    ignored: Callable[[str], bool],
+    casts: Callable[[str], bool] = lambda key: False,
 ) -> State:
     """What `state` has places for, from a checkpoint whose index is `index`. Collective.
 
-    ignored: whether a stored tensor of that name may be left unread; any other that has no place is refused. casts: a
-    tensor may be stored as bf16 where fp32 is wanted and the other way round, and comes back as it is stored, in host
-    memory. Raises UserError, before anything is changed, for a tensor that is missing, of another shape or type, or
-    one too many, and for another padded vocabulary.
+    ignored: whether a stored tensor of that name may be left unread; any other that has no place is refused. casts:
+    whether a tensor of that name may be stored as bf16 where fp32 is wanted and the other way round; it comes back as
+    it is stored, in host memory. Raises UserError, before anything is changed, for a tensor that is missing, of another
+    shape or type, or one too many, and for another padded vocabulary.
     """
     # places where a module may keep more than tensors; none of ours does, and torch (default_planner.py, `load_bytes`)
     # unpickles such objects with weights_only=False
@@ -52,8 +58,8 @@ def read(
     if any(part.data is not None for part in nested_values(objects)):
         raise AssertionError("only tensors are loaded")
     wanted, _, factories = load_preprocess(state)
-    if casts:
-        for part in nested_values(wanted):
+    for part in nested_values(wanted):
+        if casts(part.key):
             _read_as_stored(part, index.tensors)
     everywhere = determine_global_metadata(wanted)[1]
     _check(folder, index.tensors, [part for rank in everywhere for part in rank], job, ignored)

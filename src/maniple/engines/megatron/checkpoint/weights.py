@@ -47,7 +47,7 @@ def load(folder: Path, chunks, optimizer, *, card: ModelCard, job: TrainConfig) 
     index = agree(lambda: files.check_index(folder, manifest))
     left_out = (_OPTIMIZER, checkpoint_state.RNG, *((_MTP,) if without_mtp else ()))
     state = checkpoint_state.weights(chunks)
-    loaded = tensors.read(folder, index, state, job, ignored=lambda key: key.startswith(left_out), casts=True)
+    loaded = tensors.read(folder, index, state, job, ignored=lambda key: key.startswith(left_out), casts=lambda _: True)
     checkpoint_state.start_from(loaded, chunks, optimizer)
     said = f"{folder} ({_origin(manifest)})"
     log.info("weights from %s", said)

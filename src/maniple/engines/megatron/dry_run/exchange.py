@@ -43,7 +43,8 @@ def layer_bytes(
         del rows, probs, handle, ends_G
         kept = meter.live
         grad_TD = torch.empty_like(out_TD)
-        torch.autograd.grad(out_TD, [x_TD, probs_TK, *experts.parameters()], grad_TD)
+        # a weight's gradient goes to its `main_grad`
+        torch.autograd.grad(out_TD, [x_TD, probs_TK, *experts.parameters()], grad_TD, allow_unused=True)
         return LayerBytes(computed, kept, meter.peak)
 
 

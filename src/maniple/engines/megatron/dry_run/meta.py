@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel.random import CheckpointFunction
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -51,6 +52,23 @@ def _zeros(shape: tuple[int, ...]) -> Any:
 
 
 @contextlib.contextmanager
+def _recomputed_alike() -> Iterator[None]:
+    """Inside, what a backward pass computes again goes the way that the forward pass went: torch runs backward passes
+    without function modes."""
+    compute_again = CheckpointFunction.backward
+
+    def backward(ctx, *gradients):
+        with META, _NoValues():
+            return compute_again(ctx, *gradients)
+
+    CheckpointFunction.backward = staticmethod(backward)
+    try:
+        yield
+    finally:
+        CheckpointFunction.backward = staticmethod(compute_again)
+
+
+@contextlib.contextmanager
 def stand_in(job: TrainConfig, rank: int, world_size: int) -> Iterator[Recorder]:
     """In this process, which must be in no group, the engine is rank `rank` of the job's world; what it communicates is
     recorded. The groups are there inside, and gone after it."""
@@ -62,7 +80,7 @@ def stand_in(job: TrainConfig, rank: int, world_size: int) -> Iterator[Recorder]
     try:
         with Recorder(really=False) as recorder:
             parallel.start_groups(job)
-            with META, _NoValues(), stage_shapes.known(job):
+            with META, _NoValues(), _recomputed_alike(), stage_shapes.known(job):
                 yield recorder
     finally:
         torch.cuda.current_device = device

@@ -23,11 +23,11 @@ from megatron.core import parallel_state
 from maniple.config.schema import TrainConfig
 from maniple.engines.megatron import model, step
 from maniple.engines.megatron.dry_run.exchange import LayerBytes, even_and_worst
-from maniple.engines.megatron.dry_run.memory import StorageMeter
+from maniple.engines.megatron.dry_run.kept import Kept, OwnedMeter, table, watched
 from maniple.engines.megatron.dry_run.meta import META, stand_in
 from maniple.engines.megatron.dry_run.passes import CannotRepeat, remembered
 from maniple.engines.megatron.dry_run.program import Program
-from maniple.engines.megatron.optimizer import build_optimizer
+from maniple.engines.megatron.optimizer import allocate, build_optimizer
 from maniple.errors import UserError
 from maniple.hardware.units import binary_size
 from maniple.models.card import ModelCard
@@ -36,6 +36,9 @@ from maniple.models.card import ModelCard
 @dataclass(frozen=True)
 class DryRun:
     """What one rank's step takes. Bytes as an allocator that rounds to 512 would count them.
+
+    kept: what the forward pass of one micro-batch leaves for its backward pass, by layer and module, all model chunks
+    one after the other; empty with `moe.overlap_exchange`. tokens: of a micro-batch on this rank.
 
     even, worst: what exchange and experts of one MoE layer take of one micro-batch, with the even load that the peak
     stands for, and if all tokens of all ranks chose this rank's experts; None without expert parallelism.
@@ -53,6 +56,8 @@ class DryRun:
     micro_batches_a_step: int
     even: LayerBytes | None
     worst: LayerBytes | None
+    kept: list[Kept]
+    tokens: int
     seconds: float
 
     @property
@@ -68,7 +73,7 @@ def trace(job: TrainConfig, card: ModelCard, rank: int, world_size: int) -> DryR
     if not 0 <= rank < world_size:
         raise UserError(f"rank {rank} is not in a world of {world_size}: ranks are 0 to {world_size - 1}")
     started = time.monotonic()
-    meter = StorageMeter()
+    meter = OwnedMeter()
     with stand_in(job, rank, world_size), meter:
         chunks = _build(card, job)
         parameters = sum(p.numel() for chunk in chunks for p in chunk.parameters())
@@ -80,20 +85,15 @@ def trace(job: TrainConfig, card: ModelCard, rank: int, world_size: int) -> DryR
         )
         static = meter.live
         optimizer, _ = build_optimizer(chunks, job)
-        moments = [
-            (torch.zeros_like(p), torch.zeros_like(p))
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.numel()
-        ]
+        allocate(optimizer)
         optimizer_bytes = meter.live - static
         step.connect(chunks, optimizer, job)
         a_step = step.micro_batches(job)
         # memory is at its peak once the pipeline is full: more micro-batches repeat it
         run = min(a_step, _micro_batches_until_full(len(chunks)))
-        step.run_schedule(chunks, _batches(job, chunks), _cut(job, run), META, forward_only=False)
+        with watched(chunks, meter) as kept:
+            step.run_schedule(chunks, _batches(job, chunks), _cut(job, run), META, forward_only=False)
         peak = meter.peak
-        del moments
         parallel = job.parallel
         cut = parallel.context_parallel_size * parallel.tensor_parallel_size  # MoE needs sequence parallelism with TP
         tokens = job.train.micro_batch_size * job.data.sequence_length // cut
@@ -112,6 +112,8 @@ def trace(job: TrainConfig, card: ModelCard, rank: int, world_size: int) -> DryR
         micro_batches_a_step=a_step,
         even=even,
         worst=worst,
+        kept=kept,
+        tokens=tokens,
         seconds=time.monotonic() - started,
     )
 
@@ -217,10 +219,10 @@ def run(job: TrainConfig, card: ModelCard, rank: int, world_size: int, *, as_jso
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{card.name}: rank {rank} of {world_size}, pipeline stage {result.pipeline_stage}")
-    table.add_column("what")
-    table.add_column("here", justify="right")
-    table.add_row("parameters", f"{result.parameters:,}")
+    summary = Table(title=f"{card.name}: rank {rank} of {world_size}, pipeline stage {result.pipeline_stage}")
+    summary.add_column("what")
+    summary.add_column("here", justify="right")
+    summary.add_row("parameters", f"{result.parameters:,}")
     for name, size in (
         ("parameter memory", result.parameter_bytes),
         ("gradient memory", result.gradient_bytes),
@@ -228,12 +230,14 @@ def run(job: TrainConfig, card: ModelCard, rank: int, world_size: int, *, as_jso
         ("activations and temporaries at the peak", result.activation_bytes),
         ("traced peak", result.peak_bytes),
     ):
-        table.add_row(name, binary_size(size))
+        summary.add_row(name, binary_size(size))
     for name, layer in (("even load", result.even), ("all tokens here", result.worst)):
         if layer is not None:
             said = f"{binary_size(layer.peak)}, {binary_size(layer.kept)} kept, {layer.rows:,} rows"
-            table.add_row(f"a layer's exchange and experts, {name}", said)
-    table.add_row("micro-batches traced / a step", f"{result.micro_batches_run} / {result.micro_batches_a_step}")
-    table.add_row("took", f"{result.seconds:.1f} s")
-    Console().print(table)
+            summary.add_row(f"a layer's exchange and experts, {name}", said)
+    summary.add_row("micro-batches traced / a step", f"{result.micro_batches_run} / {result.micro_batches_a_step}")
+    summary.add_row("took", f"{result.seconds:.1f} s")
+    Console().print(summary)
+    if result.kept:
+        Console().print(table(result.kept, result.tokens))
     return 0
