@@ -1,4 +1,4 @@
-"""The command line: `maniple train · bench · preflight · models … · convert … · data … · checkpoint … · config show`.
+"""The command line: train · plan · bench · preflight · models · convert · data · checkpoint · config.
 
 Everything heavy is imported inside the command that needs it, so that `maniple --help` answers at once. Exit codes:
 0, 2 for a user's mistake (one line on standard error), 130 for Ctrl-C, and whatever a job's workers ended with.
@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from maniple import __version__
-from maniple.commands import AsJson, Command, Group, convert, models
+from maniple.commands import AsJson, Command, Group, convert, models, plan, plan_scale, plan_search
 from maniple.errors import UserError
 from maniple.launch import worker
 
@@ -36,6 +36,9 @@ app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(bench_app, name="bench")
 app.add_typer(models.app, name="models")
+plan.app.command("search", cls=Command)(plan_search.search)
+plan.app.command("scale", cls=Command)(plan_scale.scale)
+app.add_typer(plan.app, name="plan")
 app.add_typer(convert.app, name="convert")
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="job file (YAML)")]
@@ -230,8 +233,10 @@ def preflight(
     job = load(config, [*(set_ or []), *(overrides or [])]).config
     if config is None:
         return machine.run(job.output_dir, as_json=as_json)
-    # weights, and Adam's two moments in fp32; beside bf16 weights their fp32 originals
-    each = 12 if job.precision.dtype == "fp32" else 14
+    # weights and Adam's two moments; beside bf16 weights their fp32 originals, if those are kept
+    optimizer, bf16 = job.optimizer, job.precision.dtype == "bf16"
+    each = (2 if bf16 else 4) + (4 if bf16 and optimizer.main_params_dtype == "fp32" else 0)
+    each += 8 if optimizer.moments_dtype == "fp32" else 4
     size = each * counting.count(resolve_card(job)).total_with_mtp
     return machine.run(job.run_dir, checkpoint_bytes=size, as_json=as_json)
 

@@ -213,6 +213,12 @@ def test_measured_peaks(what):
     assert planned == pytest.approx(measured, rel=within)
 
 
+def test_a_lone_micro_batch_has_nothing_to_run_beside():
+    words = [*QWEN, ep(8), "train.global_batch_size=8"]
+    alone = plan([*words, "moe.overlap_exchange=true"])
+    assert alone[0].peak == pytest.approx(plan(words)[0].peak, rel=0.02)
+
+
 PEAKS = ROOT / "benchmarks" / "results" / "2026-11-30-h200-peaks.jsonl"
 
 

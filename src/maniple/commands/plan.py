@@ -59,7 +59,7 @@ def job(
     from maniple.plan.time import estimate
 
     uneven = Imbalance.parse(imbalance)
-    card_of_gpu = _gpu(gpu)
+    card_of_gpu = gpu_named(gpu)
     if gpus < 1:
         raise UserError(f"--gpus {gpus}: a job has at least one GPU")
     loaded = load(config, [*(set_ or []), f"model.card={json.dumps(model, ensure_ascii=False)}"])
@@ -101,7 +101,7 @@ def job(
     print(plan.verdict)
 
 
-def _gpu(name: str):
+def gpu_named(name: str):
     """A card by its name, or by a beginning that only one has."""
     from maniple.hardware import list_gpus, load_gpu
 

@@ -79,7 +79,8 @@ def fullest_moment(
                 beside = None
                 continue
         elif overlapped and number + 1 < len(order) and not order[number + 1].forward:
-            beside = chunks[order[number + 1].chunk]  # whose backward pass runs with this forward pass
+            # whose backward pass runs with this forward pass; one that has just run has none to run beside
+            beside = chunks[order[number + 1].chunk] if order[number + 1].chunk in flying else None
         waiting = list(flying)
         if beside is not None:
             waiting.remove(order[number + 1].chunk)

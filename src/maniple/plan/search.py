@@ -20,12 +20,15 @@ from maniple.plan.imbalance import Imbalance
 from maniple.plan.memory import RankMemory
 from maniple.plan.profile import MANIPLE
 from maniple.plan.search_bounds import Bounds
+from maniple.plan.search_recompute import fewest
 from maniple.plan.search_space import Layout
 from maniple.plan.stages import Placement, place
 from maniple.plan.time import StepTime, estimate, make_job
 
 # shares of a GPU's memory below which the best layout is looked for too
 CEILINGS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
+
+_WORTH = 0.01  # share of a step that fewer recomputed layers have to save, for the memory that they take
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Costed:
 class Found:
     """What a search says.
 
-    best: the fastest that fits; second: the fastest of another shape (TP, PP, chunks, EP); pareto: the fastest under
+    best: the fastest that fits; second: the fastest of another shape (TP, PP, EP); pareto: the fastest under
     less and less memory, each slower and smaller than the one before. All are None or empty if nothing fits, and then
     nearest is the layout that needs least memory, with what its fullest rank needs. pruned: layouts that were not
     costed, by reason.
@@ -74,7 +77,7 @@ class _Bounded:
     layout: Layout
 
 
-_ILLEGAL = "not legal"
+ILLEGAL = "not legal"
 _STATES = "too large by parameters and optimizer alone"
 _KEPT = "too large by what layers keep for backward"
 _MEMORY = "too large"
@@ -90,11 +93,13 @@ def search(
     held: Collection[str] = (),
     imbalance: Imbalance | None = None,
     ceilings: Collection[float] = CEILINGS,
+    refine: bool = True,
 ) -> Found:
     """The best layout of `config` on `world_size` GPUs: TP, PP, chunks and stages, EP, micro-batch, recomputation.
 
     held: dotted keys of these that stay as the job has them (`parallel.tensor_parallel_size`); CP and ETP always do.
-    Raises UserError, in one line, if no layout is legal.
+    refine: if best or second compute whole layers again, then the fewest of each rank that fit (`search_recompute`),
+    where that is a hundredth faster. Raises UserError, in one line, if no layout is legal.
     """
     costing = _Costing(config, card, gpu, world_size, imbalance or Imbalance())
     whole = gpu.memory_bytes
@@ -102,16 +107,18 @@ def search(
     looked_at = len(every) + sum(pruned.values())
     every.sort(key=lambda one: one.seconds)
     best, second = _fastest(costing, every, whole, pruned, two=True)
-    pareto: list[Costed] = []
-    for share in sorted(ceilings, reverse=True):
-        if best is None:
-            break
-        top, _ = (best, None) if share >= 1 else _fastest(costing, every, round(share * whole))
-        if top is not None and (not pareto or top.memory.total < pareto[-1].memory.total):
+    if refine and best is not None:
+        refined = [_refined(costing, one) for one in (best, second) if one is not None]
+        best, second, *_ = *sorted(refined, key=lambda one: one.time.seconds), None
+    pareto = [] if best is None else [best]
+    for share in sorted(ceilings, reverse=True) if best is not None else ():
+        top, _ = _fastest(costing, every, round(share * whole))
+        if top is not None and top.memory.total < pareto[-1].memory.total:
             pareto.append(top)
     nearest = _smallest(costing, every, smallest) if best is None else None
+    costed = 0 if best is None else sum(one.layout in costing.times for one in every)
     if best is not None:
-        pruned[_SLOWER] = looked_at - sum(pruned.values()) - len(costing.times)
+        pruned[_SLOWER] = looked_at - sum(pruned.values()) - costed
     return Found(
         card,
         gpu,
@@ -122,7 +129,7 @@ def search(
         tuple(pareto),
         nearest,
         looked_at,
-        len(costing.times),
+        costed,
         {reason: number for reason, number in pruned.items() if number},
     )
 
@@ -136,12 +143,13 @@ class _Costing:
         self.memories: dict[Layout, RankMemory] = {}
         self.times: dict[Layout, StepTime] = {}
 
+    def ranks(self, layout: Layout) -> list[RankMemory]:
+        config = layout.applied(self.config)
+        return memory.of_job(config, self.card, self.world_size, self.profile, imbalance=self.imbalance)
+
     def memory(self, layout: Layout) -> RankMemory:
         if layout not in self.memories:
-            ranks = memory.of_job(
-                layout.applied(self.config), self.card, self.world_size, self.profile, imbalance=self.imbalance
-            )
-            self.memories[layout] = memory.tightest(ranks)
+            self.memories[layout] = memory.tightest(self.ranks(layout))
         return self.memories[layout]
 
     def full(self, layout: Layout) -> Costed:
@@ -167,13 +175,16 @@ def legal_layouts(
                 where = place((layout if kinds == [None] else plain).applied(config), card, world_size)
             except UserError as error:
                 reason = str(error)
-                refused[_ILLEGAL] += len(kinds)
+                refused[ILLEGAL] += len(kinds)
+                continue
+            if config.moe.overlap_exchange and where.micro_batches == 1:
+                refused[ILLEGAL] += len(kinds)  # there is no other micro-batch whose work would hide the exchange
+                reason = "moe.overlap_exchange needs a second micro-batch"
                 continue
             out.append((layout, where, kinds))
     if not out:
-        raise UserError(
-            f"no layout of {card.name} on {world_size:,} GPUs is legal" + (f"; the last one: {reason}" if reason else "")
-        )
+        place(config, card, world_size)  # says what is wrong with the job itself, if anything is
+        raise UserError(f"no layout of {card.name} on {world_size:,} GPUs is legal: {reason}")
     return out
 
 
@@ -239,6 +250,15 @@ def _fastest(
         elif this.layout.shape != best.layout.shape and (second is None or this.time.seconds < second.time.seconds):
             second = this
     return best, second
+
+
+def _refined(costing: _Costing, one: Costed) -> Costed:
+    """With as few layers computed again as fit, if that is worth the memory."""
+    layout = fewest(one.layout, one.where, costing.card, costing.gpu.memory_bytes, costing.ranks)
+    if layout is None:
+        return one
+    fewer = costing.full(layout)
+    return fewer if fewer.time.seconds < (1 - _WORTH) * one.time.seconds else one
 
 
 def _smallest(costing: _Costing, every: list[_Bounded], pruned: list[_Bounded]) -> Costed | None:

@@ -1,5 +1,5 @@
-"""What a layout needs at least, in microseconds of work: bytes of its fullest rank and seconds of a step, both below
-what `memory.of_job` and `time.estimate` say, and close to it.
+"""What a layout needs at least: bytes of its fullest rank and seconds of a step. Both are below what `memory.of_job`
+and `time.estimate` say, close to it, and cost far less.
 
 Time: a rank begins when the stages before its first have run once, works through all micro-batches, and the stages
 before it run backward once more; then the first rank's gradients, the optimizer, the parameters. Memory: the states,
@@ -126,8 +126,7 @@ class Bounds:
         ends_of = []
         for rank in {0, max(range(where.pipeline), key=states.__getitem__)}:
             mine = [
-                StageCost(forward[index], backward[index])
-                for index in range(rank, len(where.stages), where.pipeline)
+                StageCost(forward[index], backward[index]) for index in range(rank, len(where.stages), where.pipeline)
             ]
             dense, experts = sum(counts[rank].dense.values()), sum(counts[rank].experts.values())
             reduce, gather, update = data_parallel(job, dense, experts, mine)

@@ -7,7 +7,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from maniple.config.check import pipeline_stages
 from maniple.config.schema import TrainConfig
+from maniple.errors import UserError
 from maniple.hardware.card import GPU
 from maniple.models.card import ModelCard
 
@@ -19,16 +21,12 @@ _MTP = 1.2  # a MTP layer, with its projection, in MoE layers; its head comes be
 
 @dataclass(frozen=True)
 class Recompute:
-    """`recompute.granularity`, `num_layers` (of each model chunk) and `modules`."""
+    """`recompute.granularity`, `num_layers` (of each model chunk), `modules` and `layers`."""
 
     granularity: str = "none"
     num_layers: int | None = None
     modules: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        if self.granularity == "full":
-            return "all layers" if self.num_layers is None else f"{self.num_layers} a chunk"
-        return ", ".join(self.modules) or "none"
+    layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -45,9 +43,9 @@ class Layout:
     recompute: Recompute | None = Recompute()
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """What tells layouts apart that differ in more than details."""
-        return self.tensor, self.pipeline, self.chunks, self.expert
+    def shape(self) -> tuple[int, int, int]:
+        """What tells layouts apart that differ in more than details: TP, PP, EP."""
+        return self.tensor, self.pipeline, self.expert
 
     def applied(self, config: TrainConfig) -> TrainConfig:
         """The job with this layout. It goes through the schema's validation nowhere: values are the search's own."""
@@ -70,7 +68,7 @@ class Layout:
                 update={
                     "granularity": kind.granularity,
                     "num_layers": kind.num_layers,
-                    "layers": [],
+                    "layers": list(kind.layers),
                     "modules": list(kind.modules),
                 }
             )
@@ -111,12 +109,12 @@ def _stages_of(
     """(chunks a rank, layout): the even cut where layers divide, and the one that the stages' work evens out."""
     parallel = config.parallel
     if "parallel.pipeline_layout" in held and parallel.pipeline_layout is not None:
-        from maniple.config.check import pipeline_stages
-
-        with_size = config.model_copy(
-            update={"parallel": parallel.model_copy(update={"pipeline_parallel_size": pipeline})}
-        )
-        return [(pipeline_stages(with_size, card)[1], parallel.pipeline_layout)]
+        own = parallel.model_copy(update={"pipeline_parallel_size": pipeline})
+        try:
+            chunks = pipeline_stages(config.model_copy(update={"parallel": own}), card)[1]
+        except UserError:
+            return []
+        return [(chunks, parallel.pipeline_layout)]
     some: Sequence[int] = [1] if pipeline == 1 else CHUNKS
     if "parallel.virtual_pipeline_size" in held:
         some = [parallel.virtual_pipeline_size or 1]

@@ -1,0 +1,64 @@
+"""`maniple plan scale`: a job on more and more GPUs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from maniple.commands import AsJson, print_table
+from maniple.commands.plan import gpu_named
+from maniple.commands.plan_search import job_to_plan
+from maniple.errors import UserError
+
+
+def scale(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="name of a model card, or its file")],
+    gpu: Annotated[str, typer.Option(metavar="NAME", help="GPU card: h200, mi355x, ...")],
+    first: Annotated[int, typer.Option("--from", help="GPUs that the layout and the batch are for")],
+    last: Annotated[int, typer.Option("--to", help="GPUs at most; sizes between double")],
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="job file (YAML), whose layout is taken; none: the best at --from"),
+    ] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one value")] = None,
+    global_batch_size: Annotated[int | None, typer.Option(help="sequences a step at --from; default: 8 a GPU")] = None,
+    sequence_length: Annotated[int | None, typer.Option(help="tokens a sequence; default: at most 4,096")] = None,
+    imbalance: Annotated[
+        str, typer.Option(help="load of the fullest rank over the mean, as for `maniple plan`")
+    ] = "dirichlet:8",
+    as_json: AsJson = False,
+) -> None:
+    """Say how fast one layout is on more and more GPUs, with a batch that grows and with one that stays."""
+    from maniple.plan import scaling, search_report
+    from maniple.plan.imbalance import Imbalance
+    from maniple.plan.search import search
+
+    uneven, card_of_gpu = Imbalance.parse(imbalance), gpu_named(gpu)
+    gpus = scaling.sizes(first, last)
+    asked = job_to_plan(model, config, set_ or [], first, global_batch_size, sequence_length)
+    job, how = asked.config, f"the layout of {config}"
+    if config is None:
+        best = search(job, asked.card, card_of_gpu, first, held=asked.held, imbalance=uneven, ceilings=()).best
+        if best is None:
+            raise UserError(
+                f"--from {first}: no layout of {asked.card.name} fits {first:,} x {card_of_gpu.name}; `maniple plan "
+                "search` says what is missing"
+            )
+        job, how = best.config, search_report.said(best)
+    weak = scaling.scale(job, asked.card, card_of_gpu, gpus, "weak", uneven)
+    strong = scaling.scale(job, asked.card, card_of_gpu, gpus, "strong", uneven)
+    if as_json:
+        said = {kind: [point.as_json() for point in points] for kind, points in (("weak", weak), ("strong", strong))}
+        bends = [scaling.bend(points) for points in (weak, strong)]
+        print(json.dumps({"model": asked.card.name, "gpu": card_of_gpu.name, **said, "bends": bends}, indent=2))
+        return
+    print(f"{asked.card.name} on {first:,} to {gpus[-1]:,} x {card_of_gpu.name}: {how}")
+    if asked.assumed:
+        print("assumed: " + ", ".join(f"{key}={value}" for key, value in asked.assumed.items()))
+    print_table(scaling.HEADINGS, scaling.rows([*weak, *strong]), numbers=range(1, 9))
+    print()
+    for points in (weak, strong):
+        print(scaling.bend(points))

@@ -1,0 +1,120 @@
+"""`maniple plan search`: the fastest layout of a job that fits its GPUs."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from maniple.commands import AsJson, print_table
+from maniple.commands.plan import gpu_named
+from maniple.errors import UserError
+
+if TYPE_CHECKING:
+    from maniple.config.schema import TrainConfig
+    from maniple.models.card import ModelCard
+
+_SEQUENCE = 4096
+_SAMPLES = 8  # sequences a step and GPU, where none are asked for
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A job whose layout is looked for. assumed: keys that nobody gave; held: those of the command line."""
+
+    config: TrainConfig
+    card: ModelCard
+    assumed: dict[str, int]
+    held: set[str]
+
+
+def job_to_plan(
+    model: str, config: Path | None, sets: list[str], gpus: int, batch: int | None, length: int | None
+) -> Asked:
+    """The job of a file, or of the preset `pretrain`, on so many GPUs, with a batch and a sequence."""
+    from maniple.config.check import resolve_card
+    from maniple.config.load import PRESETS, load
+
+    every = [f"model.card={json.dumps(model, ensure_ascii=False)}"]
+    every += [] if config is not None else ["train.steps=100000"]
+    every += sets
+    every += [] if batch is None else [f"train.global_batch_size={batch}"]
+    every += [] if length is None else [f"data.sequence_length={length}"]
+    loaded = load(config or PRESETS / "pretrain.yaml", every)
+    job, assumed = loaded.config, {}
+    card = resolve_card(job)
+    held = {key for key, origin in loaded.origin.items() if origin.kind == "cli"}
+    # the preset's sequence is no one's wish
+    given = {key for key, origin in loaded.origin.items() if origin.kind != "default"} if config else held
+    data, train = job.data, job.train
+    if "data.sequence_length" not in given:
+        assumed["data.sequence_length"] = min(_SEQUENCE, card.max_position)
+        data = data.model_copy(update={"sequence_length": assumed["data.sequence_length"]})
+    if "train.global_batch_size" not in given:
+        assumed["train.global_batch_size"] = _SAMPLES * gpus
+        train = train.model_copy(update={"global_batch_size": assumed["train.global_batch_size"]})
+    return Asked(job.model_copy(update={"data": data, "train": train}), card, assumed, held)
+
+
+def search(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="name of a model card, or its file")],
+    gpus: Annotated[int, typer.Option(help="GPUs of the whole job")],
+    gpu: Annotated[str, typer.Option(metavar="NAME", help="GPU card: h200, mi355x, ...")],
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="job file (YAML); none: the preset `pretrain`")
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="override one value; of a layout's keys it stays as it is"),
+    ] = None,
+    global_batch_size: Annotated[
+        int | None, typer.Option(help="sequences a step, over all ranks; default: 8 a GPU")
+    ] = None,
+    sequence_length: Annotated[int | None, typer.Option(help="tokens a sequence; default: at most 4,096")] = None,
+    imbalance: Annotated[
+        str, typer.Option(help="load of the fullest rank over the mean, as for `maniple plan`")
+    ] = "dirichlet:8",
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write the best layout there, as a job for `maniple train`")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the fastest layout that fits: TP, PP, chunks and stages, EP, micro-batches, recomputation."""
+    from maniple.plan import search_report
+    from maniple.plan.imbalance import Imbalance
+    from maniple.plan.search import search as find
+
+    uneven = Imbalance.parse(imbalance)
+    card_of_gpu = gpu_named(gpu)
+    if gpus < 1:
+        raise UserError(f"--gpus {gpus}: a job has at least one GPU")
+    if write is not None and write.exists():
+        raise UserError(f"--write {write}: it exists already: give another name")
+    if write is not None and not write.absolute().parent.is_dir():
+        raise UserError(f"--write {write}: there is no folder {write.parent}")
+    asked = job_to_plan(model, config, set_ or [], gpus, global_batch_size, sequence_length)
+    job, card, assumed = asked.config, asked.card, asked.assumed
+    found = find(job, card, card_of_gpu, gpus, held=asked.held, imbalance=uneven)
+    if as_json:
+        print(json.dumps(search_report.as_json(found) | {"assumed": assumed}, indent=2))
+    else:
+        print(
+            f"{card.name} on {gpus:,} x {card_of_gpu.name}, {job.train.global_batch_size:,} x "
+            f"{job.data.sequence_length:,} tokens a step"
+        )
+        if assumed:
+            print("assumed: " + ", ".join(f"{key}={value}" for key, value in assumed.items()))
+        print(search_report.searched(found))
+        if found.pareto:
+            print()
+            print_table(search_report.HEADINGS, search_report.rows(found), numbers=[0, 1, 2, 3, 4, 5, *range(7, 12)])
+            print()
+        for line in search_report.explanation(found):
+            print(line)
+    if write is not None:
+        words = ["maniple", "plan", "search", model, "--gpus", str(gpus), "--gpu", gpu]
+        search_report.write_job(found, write, shlex.join(words))

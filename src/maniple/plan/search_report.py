@@ -1,0 +1,234 @@
+"""What a search found, in words: as JSON, as a table, and why the winner wins; and the winner as a job file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from maniple.errors import UserError
+from maniple.hardware.units import binary_size
+from maniple.models.counting import count
+from maniple.plan.memory import RankMemory
+from maniple.plan.search import ILLEGAL, Costed, Found
+
+HEADINGS = [
+    *("TP", "PP", "chunks", "EP", "DP", "micro-batch", "recompute", "seconds", "tokens/s", "MFU", "GiB", "of GPU"),
+    "stages",
+]
+_PARTS = 4  # of a difference, the largest that are named
+_NOTHING = 1e-4  # share of the whole
+
+
+def settings(costed: Costed) -> dict[str, Any]:
+    """What the search chose, by dotted key of the job; keys that are None are left out."""
+    config = costed.config
+    chosen = {
+        "parallel": (
+            *("tensor_parallel_size", "pipeline_parallel_size", "virtual_pipeline_size", "pipeline_layout"),
+            *("context_parallel_size", "expert_parallel_size", "expert_tensor_parallel_size"),
+        ),
+        "train": ("micro_batch_size", "global_batch_size"),
+        "data": ("sequence_length",),
+        "recompute": ("granularity",),
+    }
+    values = {
+        f"{section}.{key}": getattr(getattr(config, section), key) for section, keys in chosen.items() for key in keys
+    }
+    recompute = config.recompute
+    values["recompute.num_layers"] = recompute.num_layers
+    values["recompute.layers"] = recompute.layers or None
+    values["recompute.modules"] = recompute.modules or None
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def as_json(found: Found) -> dict[str, Any]:
+    """Plain data; sizes in bytes, times in seconds."""
+    return {
+        "model": found.card.name,
+        "gpus": found.world_size,
+        "gpu": found.gpu.name,
+        "gpu_memory": found.ceiling,
+        "fits": found.best is not None,
+        "looked_at": found.looked_at,
+        "costed": found.costed,
+        "pruned": dict(found.pruned),
+        "best": _costed(found.best),
+        "second": _costed(found.second),
+        "pareto": [_costed(one) for one in found.pareto],
+        "nearest": _costed(found.nearest),
+        "explanation": explanation(found),
+    }
+
+
+def _costed(one: Costed | None) -> dict[str, Any] | None:
+    if one is None:
+        return None
+    return {
+        "settings": settings(one),
+        "data_parallel": one.where.data,
+        "micro_batches": one.where.micro_batches,
+        "tokens_per_second_per_gpu": one.tgs,
+        "seconds": one.time.seconds,
+        "mfu": one.time.mfu,
+        "components": one.time.components,
+        "memory": one.memory.total,
+        "memory_parts": _parts(one.memory),
+        "tightest_rank": one.memory.rank,
+    }
+
+
+def rows(found: Found) -> list[list[str]]:
+    """One a layout of the Pareto table, the winner first; `HEADINGS` names the columns."""
+    return [
+        [
+            *map(str, (one.layout.tensor, one.layout.pipeline, one.layout.chunks, one.layout.expert)),
+            str(one.where.data),
+            str(one.layout.micro_batch),
+            _recompute(one),
+            f"{one.time.seconds:.3g}",
+            f"{one.tgs:,.0f}",
+            f"{one.time.mfu:.1%}",
+            f"{one.memory.total / 2**30:,.1f}",
+            f"{one.memory.total / found.ceiling:.0%}",
+            one.layout.stages or "even",
+        ]
+        for one in found.pareto
+    ]
+
+
+def searched(found: Found) -> str:
+    """How many layouts there were, and what became of them."""
+    out = "; ".join(f"{number:,} {reason}" for reason, number in found.pruned.items())
+    return f"{found.looked_at:,} layouts: {found.costed:,} costed in full" + (f"; left out: {out}" if out else "")
+
+
+def explanation(found: Found) -> list[str]:
+    """Lines: what won, what came second and why; or what does not fit, and by how much."""
+    if found.best is None:
+        return _too_large(found)
+    best, second = found.best, found.second
+    lines = [f"best: {said(best)}: {_speed(best)}"]
+    if second is None:
+        return [*lines, "no layout of another shape fits"]
+    lines.append(f"second: {said(second)}: {_speed(second)}, {second.tgs / best.tgs - 1:+.1%}")
+    times = _differences(best.time.components, second.time.components, best.time.seconds)
+    sizes = _differences(_parts(best.memory), _parts(second.memory), best.memory.total)
+    more = best.memory.total - second.memory.total
+    lines.append(
+        f"the best takes {second.time.seconds - best.time.seconds:.3g} s less"
+        + _listed(f"{part} {value:+.3g} s" for part, value in times)
+    )
+    lines.append(
+        f"and needs {binary_size(abs(more))} {'more' if more >= 0 else 'less'} on its fullest rank"
+        + _listed(f"{part} {value / 2**30:+,.2f} GiB" for part, value in sizes)
+    )
+    return lines
+
+
+def said(one: Costed) -> str:
+    """`TP 1, PP 8 x 3, EP 8, DP 32, micro-batch 1, recompute moe_act`."""
+    layout = one.layout
+    words = [
+        f"TP {layout.tensor}",
+        f"PP {layout.pipeline}" + (f" x {layout.chunks}" if layout.chunks > 1 else ""),
+        *([f"CP {one.where.context}"] if one.where.context > 1 else []),
+        f"EP {layout.expert}",
+        *([f"ETP {one.where.expert_tensor}"] if one.where.expert_tensor > 1 else []),
+        f"DP {one.where.data}",
+        f"micro-batch {layout.micro_batch}",
+        f"recompute {_recompute(one)}",
+    ]
+    return ", ".join(words)
+
+
+def _recompute(one: Costed) -> str:
+    recompute = one.config.recompute
+    if recompute.granularity == "full":
+        if recompute.layers:
+            return f"{len(recompute.layers)} layers"
+        return "all" if recompute.num_layers is None else f"{recompute.num_layers} a chunk"
+    return ", ".join(recompute.modules) or "none"
+
+
+def _speed(one: Costed) -> str:
+    return f"{one.time.seconds:.3g} s a step, {one.tgs:,.0f} tokens/s a GPU, {binary_size(one.memory.total)}"
+
+
+def _parts(memory: RankMemory) -> dict[str, int]:
+    states = memory.states
+    return {
+        "weights": states["parameters"],
+        "gradients": states["gradients"],
+        "optimizer": states["main parameters"] + states["moments"],
+        "activations": sum(memory.activations.values()),
+        "working": memory.working + sum(memory.held.values()),
+        "device": sum(memory.reserved.values()),
+    }
+
+
+def _differences(one: dict[str, Any], other: dict[str, Any], whole: float) -> list[tuple[str, float]]:
+    """The largest parts of one less other, those left out that are nothing beside the whole."""
+    parts = {part: one.get(part, 0) - other.get(part, 0) for part in [*one, *other]}
+    largest = sorted(parts, key=lambda part: -abs(parts[part]))[:_PARTS]
+    return [(part.replace("_", " "), parts[part]) for part in largest if abs(parts[part]) > _NOTHING * whole]
+
+
+def _listed(parts: Iterable[str]) -> str:
+    text = ", ".join(parts)
+    return f": {text}" if text else ""
+
+
+def _too_large(found: Found) -> list[str]:
+    nearest = found.nearest
+    assert nearest is not None
+    missing, legal = nearest.memory.total - found.ceiling, found.looked_at - found.pruned.get(ILLEGAL, 0)
+    lines = [
+        f"does not fit: the smallest of {legal:,} legal layouts, {said(nearest)}, "
+        f"needs {binary_size(nearest.memory.total)} of {binary_size(found.ceiling)} on pipeline rank "
+        f"{nearest.memory.rank}: {binary_size(missing)} are missing",
+        "of these "
+        + ", ".join(f"{part} {size / 2**30:,.2f} GiB" for part, size in _parts(nearest.memory).items() if size),
+    ]
+    config = nearest.config
+    weight = 2 if config.precision.dtype == "bf16" else 4
+    main = 4 if weight == 2 and config.optimizer.main_params_dtype == "fp32" else 0
+    each = weight + 4 + main + (8 if config.optimizer.moments_dtype == "fp32" else 4)
+    states = each * count(found.card).total_with_mtp
+    enough = math.ceil(states / found.ceiling)
+    if enough > found.world_size:
+        lines.append(
+            f"one copy of weights, gradients and optimizer states, {each} bytes a parameter, is {binary_size(states)}: "
+            f"at least {enough:,} GPUs"
+        )
+    return lines
+
+
+def write_job(found: Found, file: Path, command: str) -> None:
+    """The winner as a job file: everything that is not the schema's default, and all that the search chose.
+
+    Raises UserError if nothing fits or the file cannot be written; a file that is there stays.
+    """
+    if found.best is None:
+        raise UserError(f"--write {file}: nothing fits, so there is no job to write")
+    text = f"# Found by `{command}`: planned {_speed(found.best)}.\n" + yaml.safe_dump(
+        job_of(found.best), sort_keys=False, width=120, allow_unicode=True
+    )
+    try:
+        with file.open("x", encoding="utf-8") as out:
+            out.write(text)
+    except OSError as error:
+        raise UserError(f"--write {file}: {error.strerror}") from None
+
+
+def job_of(costed: Costed) -> dict[str, Any]:
+    """The job as a nested mapping of a job file."""
+    out = costed.config.model_dump(mode="json", exclude_defaults=True)
+    out["model"] = {"card": costed.config.model.card} | out.get("model", {})  # the default's name may change
+    for key, value in settings(costed).items():
+        section, name = key.split(".")
+        out.setdefault(section, {})[name] = value
+    return out
