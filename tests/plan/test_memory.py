@@ -215,8 +215,8 @@ def test_measured_peaks(what):
 
 def test_a_lone_micro_batch_has_nothing_to_run_beside():
     words = [*QWEN, ep(8), "train.global_batch_size=8"]
-    alone = plan([*words, "moe.overlap_exchange=true"])
-    assert alone[0].peak == pytest.approx(plan(words)[0].peak, rel=0.02)
+    alone, plain = (plan([*words, *more])[0].peak for more in (["moe.overlap_exchange=true"], []))
+    assert plain < alone < 1.2 * plain  # a schedule that cuts the exchange out keeps both of its sides
 
 
 PEAKS = ROOT / "benchmarks" / "results" / "2026-11-30-h200-peaks.jsonl"
