@@ -20,7 +20,7 @@ assert triton.knobs.runtime.interpret, "run through test_interpreted.py"
 registry.register("adamw", "interpreted", {"bf16"}, {"cpu"}, kernels, preference=-1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     n=st.sampled_from([0, 1, 3, 31, 32, 33, 101]),
     dtypes=st.tuples(*[st.sampled_from([torch.float32, torch.bfloat16])] * 4),

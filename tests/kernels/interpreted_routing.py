@@ -70,7 +70,7 @@ def check(logits_TE, spec, bias_E=None, ids_TK=None, seed=0):
     return got
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     data=st.data(),
     group_size=st.integers(1, 5),
