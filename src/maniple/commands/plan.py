@@ -59,9 +59,7 @@ def job(
     from maniple.plan.time import estimate
 
     uneven = Imbalance.parse(imbalance)
-    card_of_gpu = gpu_named(gpu)
-    if gpus < 1:
-        raise UserError(f"--gpus {gpus}: a job has at least one GPU")
+    card_of_gpu = gpu_named(gpu, gpus)
     loaded = load(config, [*(set_ or []), f"model.card={json.dumps(model, ensure_ascii=False)}"])
     config_, assumed = _with_batch(loaded, gpus)
     card = resolve_card(config_)
@@ -101,12 +99,15 @@ def job(
     print(plan.verdict)
 
 
-def gpu_named(name: str):
-    """A card by its name, or by a beginning that only one has."""
+def gpu_named(name: str, count: int = 1):
+    """A card by its name, or by a beginning that only one has, of which a job has `count`."""
     from maniple.hardware import list_gpus, load_gpu
 
     meant = [known for known in list_gpus() if known.startswith(name.lower())]
-    return load_gpu(meant[0] if name and len(meant) == 1 else name)
+    card = load_gpu(meant[0] if name and len(meant) == 1 else name)
+    if count < 1:
+        raise UserError(f"--gpus {count}: a job has at least one GPU")
+    return card
 
 
 def _with_batch(loaded, gpus: int) -> tuple[Any, dict[str, Any]]:

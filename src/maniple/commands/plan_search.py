@@ -89,9 +89,7 @@ def search(
     from maniple.plan.search import search as find
 
     uneven = Imbalance.parse(imbalance)
-    card_of_gpu = gpu_named(gpu)
-    if gpus < 1:
-        raise UserError(f"--gpus {gpus}: a job has at least one GPU")
+    card_of_gpu = gpu_named(gpu, gpus)
     if write is not None and write.exists():
         raise UserError(f"--write {write}: it exists already: give another name")
     if write is not None and not write.absolute().parent.is_dir():

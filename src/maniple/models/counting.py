@@ -88,23 +88,26 @@ def expert_parameters(card: ModelCard) -> int:
     return 3 * width * ffn + (2 * ffn + width if card.moe.linear_bias else 0)
 
 
-def attention_parameters(card: ModelCard) -> int:
-    """One layer's attention: projections, their biases, norms of queries and keys (or of MLA's latents), sinks."""
-    width, heads, kv_heads, dim = card.hidden_size, card.num_heads, card.num_kv_heads, card.head_dim
+def attention_parameters(card: ModelCard, tensor: int = 1) -> int:
+    """One layer's attention: projections, their biases, norms of queries and keys (or of MLA's latents), sinks.
+
+    tensor: tensor-parallel ranks; then what one of them holds. Norms are whole on each, and the bias of the result.
+    """
+    width, heads, dim = card.hidden_size, card.num_heads // tensor, card.head_dim
     sinks = heads if card.attention_sinks else 0
     if card.mla is not None:
         mla = card.mla
         if mla.q_lora_rank is None:
             query = width * heads * dim
         else:
-            query = width * mla.q_lora_rank + mla.q_lora_rank + mla.q_lora_rank * heads * dim
-        down = width * (mla.kv_lora_rank + mla.qk_rope_head_dim) + mla.kv_lora_rank
+            query = width * mla.q_lora_rank // tensor + mla.q_lora_rank + mla.q_lora_rank * heads * dim
+        down = width * (mla.kv_lora_rank + mla.qk_rope_head_dim) // tensor + mla.kv_lora_rank
         up = mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
         return query + down + up + heads * mla.v_head_dim * width + sinks
-    qkv_width = (heads + 2 * kv_heads) * dim
-    biases = (qkv_width if card.qkv_bias else 0) + (width if card.output_bias else 0)
-    norms = {"none": 0, "per_head": 2 * dim, "full_width": (heads + kv_heads) * dim}[card.qk_norm]
-    return width * qkv_width + heads * dim * width + biases + norms + sinks
+    qkv = (heads + 2 * card.num_kv_heads // tensor) * dim
+    biases = (qkv if card.qkv_bias else 0) + (width if card.output_bias else 0)
+    norms = {"none": 0, "per_head": 2 * dim, "full_width": (card.num_heads + card.num_kv_heads) * dim}[card.qk_norm]
+    return width * qkv + heads * dim * width + biases + norms + sinks
 
 
 def mtp_extras(card: ModelCard) -> dict[str, int]:

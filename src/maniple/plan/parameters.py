@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from maniple.config.schema import TrainConfig
+from maniple.models import counting
 from maniple.models.card import ModelCard
 from maniple.plan.shapes import padded_vocabulary
 from maniple.plan.stages import Placement, Stage
@@ -66,7 +67,7 @@ def has_final_norm(card: ModelCard, stage: Stage) -> bool:
 def layer_parameters(card: ModelCard, place: Placement, layer: int) -> dict[str, int]:
     """One layer's parameters on one rank, by component. Norms and the router are whole on every rank."""
     moe, width, tensor = card.moe, card.hidden_size, place.tensor
-    parts = {"attention": attention_parameters(card, tensor), "norms": 2 * width}
+    parts = {"attention": counting.attention_parameters(card, tensor), "norms": 2 * width}
     if not card.is_moe_layer(layer):
         return parts | {"dense_mlp": 3 * width * card.dense_ffn_size // tensor}
     ffn = moe.expert_ffn_size // place.expert_tensor
@@ -76,22 +77,3 @@ def layer_parameters(card: ModelCard, place: Placement, layer: int) -> dict[str,
         "routed_experts": moe.num_experts // place.expert * expert,
         "shared_experts": 3 * width * moe.shared_ffn_size // tensor,
     }
-
-
-def attention_parameters(card: ModelCard, tensor: int) -> int:
-    """One layer's attention on one of `tensor` ranks. Norms are whole everywhere, and the bias of the result."""
-    width, heads, dim = card.hidden_size, card.num_heads // tensor, card.head_dim
-    sinks = heads if card.attention_sinks else 0
-    if card.mla is not None:
-        mla = card.mla
-        if mla.q_lora_rank is None:
-            query = width * heads * dim
-        else:
-            query = width * mla.q_lora_rank // tensor + mla.q_lora_rank + mla.q_lora_rank * heads * dim
-        down = width * (mla.kv_lora_rank + mla.qk_rope_head_dim) // tensor + mla.kv_lora_rank
-        up = mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-        return query + down + up + heads * mla.v_head_dim * width + sinks
-    qkv = (heads + 2 * card.num_kv_heads // tensor) * dim
-    biases = (qkv if card.qkv_bias else 0) + (width if card.output_bias else 0)
-    norms = {"none": 0, "per_head": 2 * dim, "full_width": (card.num_heads + card.num_kv_heads) * dim}[card.qk_norm]
-    return width * qkv + heads * dim * width + biases + norms + sinks
