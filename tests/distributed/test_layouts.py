@@ -56,7 +56,7 @@ CASES = {
     "custom-layout": Case(DEEPSEEK, 8, layout(pp=4, ep=2, text="Et|(tt|)*2tmL"), SIX),
     "custom-interleaved": Case(DEEPSEEK, 8, layout(pp=2, tp=2, ep=2, text="Et|(tt|)*2tmL"), SIX),
     "embedding-alone": Case(DEEPSEEK, 8, layout(pp=4, text="E|tt|t|mL")),
-    "loss-apart-fused": Case(DEEPSEEK, 8, layout(pp=4, text="Et|tt|m|L"), sections=FUSED),
+    "loss-apart-fused": Case(DEEPSEEK, 8, layout(pp=4, text="Et|tt|m|L"), sections={"train": {"loss": "fused_kept"}}),
     "pp4-vpp2": Case(QWEN, 8, layout(pp=4, vpp=2, ep=2), EIGHT),
     "pp2-vpp2-overlapped": Case(QWEN, 8, layout(pp=2, vpp=2, ep=4, **OVERLAPPED), EIGHT),
     "tied-pp4-fused-loss": Case(QWEN, 8, layout(pp=4, tp=2), {**EIGHT, **TIED}, sections=FUSED),

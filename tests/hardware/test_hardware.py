@@ -17,6 +17,9 @@ from maniple.hardware import GPU, list_gpus, load_gpu, lookup, measure_cpu_peak
         ("NVIDIA H200", "h200-sxm"),
         ("NVIDIA B200", "b200"),
         ("NVIDIA GB200", "gb200-nvl72"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("NVIDIA GB300", "gb300-nvl72"),
+        ("NVIDIA H800", "h800-sxm"),
         ("AMD Instinct MI300X", "mi300x"),
         ("AMD Instinct MI300X OAM", "mi300x"),
         ("AMD Instinct MI325X", "mi325x"),
@@ -27,9 +30,8 @@ from maniple.hardware import GPU, list_gpus, load_gpu, lookup, measure_cpu_peak
         ("NVIDIA H200 NVL", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA H20", None),
-        ("NVIDIA H800", None),
+        ("NVIDIA H800 PCIe", None),
         ("NVIDIA GH200 480GB", None),
-        ("NVIDIA B300", None),
         ("AMD Instinct MI300A", None),
         ("AMD Instinct MI350X", None),
         ("AMD Radeon Graphics", None),
@@ -46,9 +48,12 @@ def test_lookup(device_name, card):
 def test_peaks_are_dense_never_sparse():
     dense_bf16 = {
         "h100-sxm": 989e12,
+        "h800-sxm": 989e12,
         "h200-sxm": 989e12,
         "b200": 2250e12,
         "gb200-nvl72": 2500e12,
+        "b300": 2250e12,
+        "gb300-nvl72": 2500e12,
         "mi300x": 1307e12,
         "mi325x": 1307e12,
         "mi355x": 2500e12,
@@ -62,7 +67,8 @@ def test_peaks_are_dense_never_sparse():
 
 def test_formats():
     assert {name for name in list_gpus() if load_gpu(name).fp8_format == "fnuz"} == {"mi300x", "mi325x"}
-    assert {name for name in list_gpus() if load_gpu(name).mxfp8_native} == {"b200", "gb200-nvl72", "mi355x"}
+    native = {"b200", "gb200-nvl72", "b300", "gb300-nvl72", "mi355x"}
+    assert {name for name in list_gpus() if load_gpu(name).mxfp8_native} == native
     with pytest.raises(UserError, match="h200-sxm has no mxfp8"):
         load_gpu("h200-sxm").peak_flops("mxfp8")
 
@@ -85,7 +91,10 @@ def test_units():
     assert gpu.memory_bytes_per_s == 8e12
     assert gpu.link_bytes_per_s == pytest.approx(7 * 76.8e9)
     assert gpu.scale_out_bytes_per_s == 400e9 / 8
-    assert load_gpu("gb200-nvl72").gpus_per_node == 72
+    assert load_gpu("gb200-nvl72").gpus_per_node == load_gpu("gb300-nvl72").gpus_per_node == 72
+    # 400 GB/s both ways where an H100 has 900; a NIC of 800 Gb/s
+    assert load_gpu("h800-sxm").link_bytes_per_s == pytest.approx(load_gpu("h100-sxm").link_bytes_per_s * 4 / 9)
+    assert load_gpu("b300").scale_out_bytes_per_s == load_gpu("gb300-nvl72").scale_out_bytes_per_s == 800e9 / 8
 
 
 def test_unknown_card_gets_the_nearest():

@@ -39,13 +39,15 @@ def distance(got: torch.Tensor, wanted: torch.Tensor) -> float:
     tokens=st.integers(1, 40),
     vocabulary=st.integers(1, 130),
     width=st.integers(1, 20),
-    chunk=st.integers(1, 50),
+    chunk=st.integers(1, 50) | st.none(),
+    keep=st.booleans(),
     scale=st.sampled_from([1e-6, 1.0, 30.0]),
 )
-def test_losses_and_gradients_are_torchs(tokens, vocabulary, width, chunk, scale):
+def test_losses_and_gradients_are_torchs(tokens, vocabulary, width, chunk, keep, scale):
     hidden_TD, w_VD, labels_T, grad_T = operands(tokens, vocabulary, width, scale=scale)
     wanted = oracle(hidden_TD, w_VD, labels_T, grad_T)
-    losses_T = linear_cross_entropy(hidden_TD, w_VD, labels_T, chunk_tokens=chunk)
+    how = {"keep_logits": True} if keep else {"chunk_tokens": chunk}
+    losses_T = linear_cross_entropy(hidden_TD, w_VD, labels_T, **how)
     grads = torch.autograd.grad(losses_T, (hidden_TD, w_VD), grad_T)
     torch.testing.assert_close(losses_T.double(), wanted[0], rtol=1e-5, atol=1e-5)
     for got, want in zip(grads, wanted[1:], strict=True):
@@ -136,6 +138,28 @@ def test_logits_exist_for_a_chunk_alone(monkeypatch):
     losses_T.backward(grad_T)
     assert seen == 2 * [(20, 70), (20, 70), (10, 70)]
     assert sorted(t.numel() for t in saved) == [50, 50, 50 * 8, 70 * 8]
+
+
+def test_logits_that_are_kept_are_made_once_and_again_for_a_second_backward_pass(monkeypatch):
+    """An implementation that leaves the gradient in the logits' memory, as the one on a GPU does."""
+    made, original = [], cross_entropy.reference.gradient
+    monkeypatch.setattr(
+        cross_entropy.reference,
+        "gradient",
+        lambda logits, *rest: (made.append(logits), logits.data.copy_(original(logits, *rest)))[1],
+    )
+    hidden_TD, w_VD, labels_T, grad_T = operands(50, 70, 8)
+    wanted = oracle(hidden_TD, w_VD, labels_T, grad_T)
+    losses_T = linear_cross_entropy(hidden_TD, w_VD, labels_T, keep_logits=True)
+    saved = losses_T.grad_fn.saved_tensors
+    assert sorted(t.numel() for t in saved) == [50, 50, 50 * 8, 70 * 8, 50 * 70]
+    for _ in range(2):
+        losses_T.backward(grad_T, retain_graph=True)
+    assert made[0].data_ptr() == saved[-1].data_ptr() != made[1].data_ptr()
+    assert distance(w_VD.grad, 2 * wanted[2]) < 1e-5
+    assert distance(hidden_TD.grad, 2 * wanted[1]) < 1e-5
+    with torch.no_grad():
+        assert not linear_cross_entropy(hidden_TD, w_VD, labels_T, keep_logits=True).requires_grad
 
 
 def test_nothing_is_hidden_of_a_value_that_is_none():

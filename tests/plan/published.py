@@ -3,9 +3,9 @@
 A row's missing fields take what its source documents as default; `_defaults` says what, and each row prints it. Nothing
 is fitted to a row. The measured figure is tokens a second and GPU, else seconds a step, else TFLOP/s by our FLOPs.
 
-Rows of GPUs without a card are held out: no constant was chosen with them in sight. They run on stand-ins, the nearest
-card with the memory and links of the GPU's data sheet. `--refit` chooses anew the two constants of
-`hardware/efficiencies.yaml` that were chosen on these runs, without the runs of each family in turn.
+Rows of H800, B300 and GB300 are held out: no constant was chosen with them in sight, and their cards take the attained
+shares of H200 and B200. `--refit` chooses anew the two constants of `hardware/efficiencies.yaml` that were chosen on
+these runs, without the runs of each family in turn.
 """
 
 from __future__ import annotations
@@ -41,11 +41,8 @@ _MODELS = {
     "mixtral8x22b": "mixtral-8x22b",
 }
 _GPUS = {"H100": "h100-sxm", "H200": "h200-sxm", "B200": "b200", "GB200": "gb200-nvl72", "MI355X": "mi355x"}
-_STAND_INS: dict[str, tuple[str, dict]] = {
-    "GB300": ("gb200-nvl72", {"memory_gb": 279, "scale_out_gb_per_s": 100}),
-    "B300": ("b200", {"memory_gb": 279, "memory_gb_per_s": 8000, "scale_out_gb_per_s": 100}),
-    "H800": ("h100-sxm", {"link": {"kind": "nvlink", "links": 8, "gb_per_s": 200}}),
-}
+_HELD_OUT = {"H800": "h800-sxm", "B300": "b300", "GB300": "gb300-nvl72"}
+_SAME_RECIPES = {"gb300-nvl72": "gb200-nvl72"}  # GPUs that a source trains alike
 _RECIPES = {"BF16": "bf16", "BF16?": "bf16", "": "bf16", "MXFP8": "mxfp8", "FP8-MX": "mxfp8"}
 _RECIPES |= {"FP8": "fp8", "FP8-CS": "fp8", "FP8-blockwise": "fp8_block"}
 
@@ -72,7 +69,7 @@ class Run:
 
     @property
     def held_out(self) -> bool:
-        return self.hardware in _STAND_INS
+        return self.hardware in _HELD_OUT
 
     def estimate(self, **changed) -> StepTime:
         """changed: of the run's software."""
@@ -105,10 +102,9 @@ def _run(line: int, row: dict[str, str]) -> Run:
     if card_name is None:
         raise _LeftOutError("no model card")
     hardware = row["hw"].removesuffix(" class")
-    base, figures = _STAND_INS.get(hardware, (_GPUS.get(hardware), {}))
-    if base is None:
+    gpu = (_GPUS | _HELD_OUT).get(hardware)
+    if gpu is None:
         raise _LeftOutError("no GPU card")
-    gpu = base
     if row["precision"] not in _RECIPES:
         raise _LeftOutError(f"precision {row['precision']} is not a recipe")
     if not row["ep"]:
@@ -181,7 +177,7 @@ def _run(line: int, row: dict[str, str]) -> Run:
         source,
         row["model"],
         hardware,
-        GPU.model_validate(load_gpu(base).model_dump() | figures),
+        load_gpu(gpu),
         world,
         measured,
         job,
@@ -196,7 +192,7 @@ def _run(line: int, row: dict[str, str]) -> Run:
 
 def _defaults(row: dict[str, str], card: str, gpu: str) -> tuple[bool, str, list[str], dict, list[str]]:
     """Exchange overlap, graphs, extra recomputed modules, recompute section, and in words what of it was assumed."""
-    source, text = row["source"], row["overlap/dispatcher"].lower()
+    source, text, gpu = row["source"], row["overlap/dispatcher"].lower(), _SAME_RECIPES.get(gpu, gpu)
     release = re.search(r"\[(\d+)\.(\d+)", source)
     version = (int(release[1]), int(release[2])) if release else (26, 4)
     overlap, graphs, modules, assumed = "ep overlap" in text or "1f1b overlap" in text, "none", [], []

@@ -24,6 +24,7 @@ def test_the_median_error_is_at_most_15_percent():
 
 def test_gpus_that_no_constant_was_chosen_on_do_as_well():
     held = [ratio for run, ratio in published.ratios() if run.held_out]
+    assert {run.gpu.name for run, _ in published.ratios() if run.held_out} == {"h800-sxm", "b300", "gb300-nvl72"}
     assert len(held) >= 40
     assert published.median_error(held) < 0.15
 

@@ -184,7 +184,7 @@ class _Even(Machine):
     def grouped(self, rows, groups, n, k, recipe, which):
         return 2.0 * rows * n * k / 1e15
 
-    def attention(self, flops, *, backward=False):
+    def attention(self, flops, *, backward=False, latent=False):
         return flops * (2.5 if backward else 1.0) / 1e15
 
 

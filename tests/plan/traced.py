@@ -28,6 +28,7 @@ ROUGH = {"qwen3, exchange overlapped": 0.05}
 CASES: dict[str, tuple[list[str], int, tuple[int, ...]]] = {
     "qwen3, logits": (_of(_QWEN, 2), 8, (0,)),
     "qwen3, fused loss": (_of(_QWEN, 2, "train.loss=fused", "train.micro_batch_size=8"), 8, (0,)),
+    "qwen3, logits kept": (_of(_QWEN, 2, "train.loss=fused_kept", "train.micro_batch_size=2"), 8, (0,)),
     "qwen3, layers": (_of(_QWEN, 3, _SMALL), 8, (0,)),
     "qwen3, all experts here": (_of(_QWEN, 2, _SMALL, _FEW, experts=1), 2, (1,)),
     "qwen3, rows gathered again": (

@@ -30,7 +30,7 @@ def job_of(plan: Plan, recipe: str) -> TrainConfig:
         "optimizer.warmup_steps=10",
         "data.source=synthetic",
         f"precision.recipe={recipe}",
-        "train.loss=fused",
+        "train.loss=fused_kept",
     ]
     return load(PRESETS / "pretrain.yaml", words).config
 

@@ -49,6 +49,10 @@ def job(
     pipeline_trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="write the simulated pipeline there, for Perfetto or Chrome")
     ] = None,
+    report_: Annotated[
+        Path | None,
+        typer.Option("--report", metavar="FILE", help="write a page there, with plans around this one: HTML, one file"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what each rank of a job needs of its GPU, whether it fits, and how long a step takes."""
@@ -60,6 +64,10 @@ def job(
 
     uneven = Imbalance.parse(imbalance)
     card_of_gpu = gpu_named(gpu, gpus)
+    if report_ is not None:
+        from maniple.plan import html_report
+
+        html_report.check_target(report_)
     loaded = load(config, [*(set_ or []), f"model.card={json.dumps(model, ensure_ascii=False)}"])
     config_, assumed = _with_batch(loaded, gpus)
     card = resolve_card(config_)
@@ -69,6 +77,13 @@ def job(
     if pipeline_trace is not None:
         number = time_report.write_timeline(config_, card, card_of_gpu, gpus, pipeline_trace, imbalance=uneven)
         print(f"maniple: {pipeline_trace}: {number} micro-batches of the pipeline", file=sys.stderr)
+    if report_ is not None:
+        words = ["maniple", "plan", model, "--gpus", str(gpus), "--gpu", gpu]
+        words += [] if config is None else ["--config", str(config)]
+        for text in [*(set_ or []), *(f"{key}={value}" for key, value in assumed.items())]:
+            words += ["--set", text]
+        asked = html_report.Asked(config_, card, card_of_gpu, gpus, imbalance, words, assumed)
+        html_report.write(asked, report_)
     if as_json:
         said = report.as_json(plan) | {"time": time_report.as_json(time), "assumed": assumed}
         print(json.dumps(said | ({"trace": traced} if traced else {}), indent=2))

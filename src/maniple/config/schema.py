@@ -199,8 +199,10 @@ class TrainSection(Section):
     eval_interval: int = Field(50, ge=0, le=_STEPS, description="steps between validations; 0: only at the end")
     eval_batches: int = Field(8, ge=1, le=_MANY, description="global batches a validation reads")
     mtp_loss_coefficient: float = Field(0.1, ge=0, le=_WEIGHT)
-    loss: Literal["logits", "fused"] = Field(
-        "logits", description="fused: a chunk of logits at a time, computed again in backward; never in fp32"
+    loss: Literal["logits", "fused", "fused_kept"] = Field(
+        "logits",
+        description="fused: a chunk of logits at a time, computed again in backward; fused_kept: all at once, kept for "
+        "backward in the model's dtype; neither ever in fp32",
     )
     device: Literal["auto", "cpu", "gpu"] = "auto"
     sample_tokens: int = Field(0, ge=0, le=_TOKENS, description="length of the sample generated at the end; 0: none")

@@ -11,9 +11,13 @@ from importlib.resources import files
 import yaml
 
 from maniple.errors import UserError
+from maniple.hardware.calibration import with_calibration
 from maniple.hardware.card import GPU, Attained, Dtype, Link
 
-__all__ = ["GPU", "Attained", "Dtype", "Link", "list_gpus", "load_gpu", "lookup", "measure_cpu_peak"]
+__all__ = [
+    *("GPU", "Attained", "Dtype", "Link", "list_gpus", "load_gpu", "lookup", "measure_cpu_peak"),
+    "with_calibration",
+]
 
 # Words in a device's name which say that it is not the whole, socketed GPU whose figures the card gives: PCIe and NVL
 # boards run at other clocks, and a MIG slice is a fraction of a GPU.

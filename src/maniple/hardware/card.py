@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
 
 from maniple.errors import UserError
+from maniple.hardware.calibration import Calibration
 
 Dtype = Literal["bf16", "fp16", "fp8", "mxfp8"]
 
@@ -49,6 +50,7 @@ class GPU(_Figures):
     scale_out_gb_per_s: PositiveFloat = Field(description="to other nodes, one direction, a GPU")
     source: str
     attained: Attained | None = None
+    calibration: Calibration | None = Field(None, description="of the user's own such GPU; no card has one")
 
     @model_validator(mode="after")
     def _native_formats(self) -> GPU:

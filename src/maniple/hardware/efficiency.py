@@ -28,6 +28,10 @@ class Shares(_Figures):
     def __getitem__(self, name: str) -> float:
         return self.shares[name]
 
+    def first(self, *names: str) -> float:
+        """Of the first of these names that has a share. Raises KeyError if none has."""
+        return self.shares[next((name for name in names if name in self.shares), names[-1])]
+
 
 class Efficiency(_Figures):
     """One GPU's shares; `borrowed` names, by group, the card whose shares stand in where it has none of its own."""

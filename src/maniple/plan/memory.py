@@ -132,15 +132,16 @@ def _held(
     }
     if masks:
         held["attention masks"] = sum(queries * keys * z.b for queries, keys, _ in masks)
-    copies = 0
-    for layer in layers:
-        element = memory_layers.kept_element(config, card, layer, profile)
-        if element == 1:  # of each matrix, for the forward product and, transposed, for the input's gradient
-            parts = parameters.layer_parameters(card, where, layer)
-            matrices = sum(
-                parts.get(part, 0) for part in ("attention", "dense_mlp", "shared_experts", "routed_experts")
-            )
-            copies += 2 * matrices
+    copies = sum(quantized_copies(config, card, where, layer, profile) for layer in layers)
     if copies:
         held["quantized weights"] = copies
     return held
+
+
+def quantized_copies(config: TrainConfig, card: ModelCard, where: Placement, layer: int, profile: Profile) -> int:
+    """Bytes of a layer's quantized weights: each matrix for the forward product and, transposed, for the input's
+    gradient."""
+    if memory_layers.kept_element(config, card, layer, profile) != 1:
+        return 0
+    parts = parameters.layer_parameters(card, where, layer)
+    return 2 * sum(parts.get(part, 0) for part in ("attention", "dense_mlp", "shared_experts", "routed_experts"))

@@ -117,7 +117,7 @@ def _heads(config: TrainConfig, card: ModelCard, stage: Stage, z: Shapes, profil
     for each other, unless they are added to the fp32 sum at once."""
     head = memory_layers.head(config, card, z, profile)
     depths = card.num_mtp_layers
-    weight = 0 if config.train.loss == "fused" else z.linear(z.D, z.V)
+    weight = z.linear(z.D, z.V) if config.train.loss == "logits" else 0
     if not depths:
         return [Piece("loss", head)]
     summed = replace(

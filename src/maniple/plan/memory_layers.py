@@ -115,28 +115,24 @@ def head(config: TrainConfig, card: ModelCard, z: Shapes, profile: Profile) -> H
         tape.op("head", ["x"], {"logits": logits}, ["x"], backward=whole + z.linear(z.D, z.V))
         tape.op("head", ["logits"], {"loss": losses}, extra=z.T * z.V * 4)
         return tape.run("loss")
-    first = min(z.T, max(1, _LOSS_CHUNK // (z.V * z.b) // _LOSS_STEP) * _LOSS_STEP)
-    second = min(first, z.T - first)
-    chunk, then, part = first * z.V, second * z.V, z.V * z.D * 4
+    keeps = config.train.loss == "fused_kept"
+    most = z.T if keeps else max(1, _LOSS_CHUNK // (z.V * z.b) // _LOSS_STEP) * _LOSS_STEP
+    chunk, part = min(z.T, most) * z.V, z.V * z.D * 4
     if profile.oracles:  # exponentials, products and gradient in fp32 before they are rounded
         forward = chunk * (z.b + 8)
-        backward = max(chunk * (z.b * 2 + 8), chunk * (z.b + 4) + part)
-        if second:
-            backward = max(backward, chunk * z.b + then * (z.b * 2 + 8) + part, then * (z.b + 4) + 2 * part)
+        backward = max(chunk * (z.b * 2 + 8), chunk * (z.b * (2 if keeps else 1) + 4) + part)
     else:
-        forward = chunk * z.b
-        backward = chunk * z.b + part
-        if second:  # the first part's gradient of the weight is there until the second's is
-            backward = max(backward, (chunk + then) * z.b + part, then * z.b + 2 * part)
+        forward = backward = chunk * z.b  # the gradient takes the logits' place
     if card.tied_embeddings:  # its gradient is not added to the fp32 sum at once, since the embedding has a part in it
         backward += z.V * z.D * (4 + z.b)
+    kept = chunk * z.b if keeps else 0
     tape.op(
         "head",
         ["x"],
         {"loss": losses},
         ["x"],
-        extra=3 * z.T * 4,
-        forward=whole + forward,
-        backward=2 * whole + backward,
+        extra=3 * z.T * 4 + kept,
+        forward=whole + forward - kept,
+        backward=2 * whole + backward - kept,
     )
     return tape.run("loss")

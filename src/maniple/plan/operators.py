@@ -15,6 +15,11 @@ from maniple.models.card import ModelCard
 from maniple.models.flops import attention_core_flops_per_token
 
 _TILE = 128  # rows of a matrix tile: what a group's last tile is padded to
+ADDED_BYTES = 8  # of an fp32 gradient that is read, added to and written
+QUANTIZED_BYTES = 4  # of an element: 2 read, 1 written in each orientation
+SWIGLU_BYTES = 6, 12  # of a column of the result, forward and backward: both halves read, one written
+NORM_BYTES = 10, 14  # of an element: RMSNorm (read, write) and residual addition (two reads, one write)
+BACKWARD_PRODUCTS = 2.5  # attention: 5 in backward, where scores are computed again, for 2 in forward
 
 
 class Parts(dict[str, float]):
@@ -41,9 +46,8 @@ class Machine:
     software: Software
 
     def flops(self, recipe: str) -> float:
-        """Attained FLOP/s of large dense products. mxfp8 without hardware for it is emulated in bf16."""
-        if recipe == "mxfp8" and not self.gpu.mxfp8_native:
-            recipe = "bf16"
+        """Attained FLOP/s of large dense products."""
+        recipe = self._multiplied(recipe)
         peak = self.gpu.peak_flops("fp8" if recipe == "fp8_block" else recipe)
         return peak * self.efficiency.matmul[recipe]
 
@@ -52,8 +56,15 @@ class Machine:
         return size_bytes / (self.gpu.memory_bytes_per_s * self.efficiency.memory["copy"])
 
     def elementwise(self, size_bytes: float) -> float:
-        share = self.software.elementwise or self.efficiency.memory["copy"]
+        share = self.software.elementwise or self.efficiency.memory.first("elementwise", "copy")
         return size_bytes / (self.gpu.memory_bytes_per_s * share)
+
+    def quantize(self, elements: float, recipe: str) -> float:
+        """bf16 numbers become 8-bit ones in both orientations: read once, written twice."""
+        name = f"quantize_{recipe}"
+        if name not in self.efficiency.memory.shares:
+            return self.elementwise(QUANTIZED_BYTES * elements)
+        return QUANTIZED_BYTES * elements / (self.gpu.memory_bytes_per_s * self.efficiency.memory[name])
 
     def gather(self, size_bytes: float) -> float:
         """Rows moved to and from the experts' order."""
@@ -68,7 +79,7 @@ class Machine:
         """Gradient of a [n, k] weight over m rows, added to fp32: the addition's traffic is not hidden."""
         size = 2 if recipe == "bf16" else 1
         compute = max(2.0 * m * n * k / self.flops(recipe), self.stream(size * m * (n + k)))
-        return compute + self.stream(8 * n * k)
+        return compute + self.stream(ADDED_BYTES * n * k)
 
     def grouped(self, rows: float, groups: int, n: float, k: float, recipe: str, which: str) -> float:
         """A product over `groups` experts: forward, dgrad or wgrad, `rows` in all, each group's last tile padded.
@@ -78,23 +89,27 @@ class Machine:
         if groups == 1:
             return self.wgrad(rows, n, k, recipe) if which == "wgrad" else self.matmul(rows, n, k, recipe)
         size = 2 if recipe == "bf16" else 1
-        padded = rows + groups * _TILE / 2
-        compute = 2.0 * padded * n * k / self._grouped_flops(recipe, which)
+        compute = grouped_flops(rows, groups, n, k) / self._grouped_flops(recipe, which)
         weights = groups * n * k
         if which == "wgrad":
-            return max(compute, self.stream(size * rows * (n + k))) + self.stream(8 * weights)
+            return max(compute, self.stream(size * rows * (n + k))) + self.stream(ADDED_BYTES * weights)
         return max(compute, self.stream(size * (rows * k + weights) + 2 * rows * n))
 
     def _grouped_flops(self, recipe: str, which: str) -> float:
-        shares = self.efficiency.grouped.shares
+        shares, recipe = self.efficiency.grouped.shares, self._multiplied(recipe)
         if (own := f"{recipe}_{which}") in shares:
             return self.gpu.peak_flops("fp8" if recipe == "fp8_block" else recipe) * shares[own]
         return self.flops(recipe) * shares[which] / self.software.grouped_slowdown.get(self.gpu.architecture, 1.0)
 
-    def attention(self, flops: float, *, backward: bool = False) -> float:
-        """flops: of the forward pass; backward has 5 products where forward has 2 (scores are computed again)."""
-        speed = self.gpu.peak_flops("bf16") * self.efficiency.attention["backward" if backward else "forward"]
-        return flops * (2.5 if backward else 1.0) / speed
+    def _multiplied(self, recipe: str) -> str:
+        """mxfp8 without hardware for it is emulated in bf16."""
+        return "bf16" if recipe == "mxfp8" and not self.gpu.mxfp8_native else recipe
+
+    def attention(self, flops: float, *, backward: bool = False, latent: bool = False) -> float:
+        """flops: of the forward pass. latent: MLA, whose queries and values are of two sizes."""
+        which = "backward" if backward else "forward"
+        share = self.efficiency.attention.first(*([f"latent_{which}"] if latent else []), which)
+        return flops * (BACKWARD_PRODUCTS if backward else 1.0) / (self.gpu.peak_flops("bf16") * share)
 
 
 @dataclass
@@ -118,8 +133,8 @@ class Passes:
     def linear(self, machine: Machine, part: str, m: float, n: float, k: float, recipe: str) -> None:
         """A dense projection [m, k] -> [m, n], with quantization of its input and of its output's gradient."""
         self.add(part, machine.matmul(m, n, k, recipe), machine.matmul(m, k, n, recipe), machine.wgrad(m, n, k, recipe))
-        if recipe != "bf16":  # read bf16, write both orientations
-            self.add("quantization", machine.elementwise(4 * m * k), machine.elementwise(4 * m * n))
+        if recipe != "bf16":
+            self.add("quantization", machine.quantize(m * k, recipe), machine.quantize(m * n, recipe))
 
 
 def attention_passes(
@@ -152,7 +167,8 @@ def attention_passes(
         rotated = tokens * 2 * 2 * heads * card.head_dim
     passes.add("elementwise", machine.elementwise(4 * rotated), machine.elementwise(4 * rotated))
     flops = tokens / tensor * attention_core_flops_per_token(card, sequence, card.window(layer))
-    passes.add("attention_core", machine.attention(flops), machine.attention(flops, backward=True))
+    core = [machine.attention(flops, backward=backward, latent=mla is not None) for backward in (False, True)]
+    passes.add("attention_core", *core)
     _norm(machine, passes, tokens / tensor * width)
     return passes
 
@@ -162,7 +178,7 @@ def dense_passes(machine: Machine, width: int, ffn: float, tokens: float, recipe
     passes = Passes()
     passes.linear(machine, part, tokens, 2 * ffn, width, recipe)
     passes.linear(machine, part, tokens, width, ffn, recipe)
-    passes.add("elementwise", machine.elementwise(6 * tokens * ffn), machine.elementwise(12 * tokens * ffn))
+    passes.add("elementwise", *[machine.elementwise(size * tokens * ffn) for size in SWIGLU_BYTES])
     return passes
 
 
@@ -190,8 +206,7 @@ def moe_passes(
         machine.matmul(tokens, width, moe.num_experts, "bf16") + machine.elementwise(24 * tokens * moe.num_experts),
         machine.wgrad(tokens, moe.num_experts, width, "bf16"),
     )
-    # each reads and writes all rows, but for the last, which adds them up; the gradients' moves are the same
-    move = machine.gather((2 * moves - 1) * 4 * rows * width + 2 * (rows + tokens) * width)
+    move = machine.gather(moved_bytes(tokens, rows, width, moves))  # the gradients' are the same
     passes.add("permutation", move, move)
     for n, k in ((2 * ffn, width), (width, ffn)):
         passes.add(
@@ -201,10 +216,10 @@ def moe_passes(
             machine.grouped(rows, experts, n, k, recipe, "wgrad"),
         )
         if recipe != "bf16" and recipe not in machine.efficiency.grouped.with_quantization:
-            passes.add("quantization", machine.elementwise(4 * rows * k), machine.elementwise(4 * rows * n))
-    # SwiGLU with the routing weight, in one operation: reads both halves, writes one
-    each = 6 * rows * ffn * (machine.software.clamp_passes if moe.activation == "clamped_swiglu" else 1.0)
-    passes.add("expert_activation", machine.elementwise(each), machine.elementwise(2 * each))
+            passes.add("quantization", machine.quantize(rows * k, recipe), machine.quantize(rows * n, recipe))
+    # SwiGLU with the routing weight, in one operation
+    each = rows * ffn * (machine.software.clamp_passes if moe.activation == "clamped_swiglu" else 1.0)
+    passes.add("expert_activation", *[machine.elementwise(size * each) for size in SWIGLU_BYTES])
     return passes
 
 
@@ -228,11 +243,27 @@ def head_passes(machine: Machine, card: ModelCard, tokens: float, vocabulary: fl
 def optimizer_seconds(
     machine: Machine, parameters: float, grad_bytes: int, main_bytes: int, moment_bytes: int
 ) -> float:
-    """Adam: main parameters and both moments read and written, gradients read for norm and update, weights written."""
-    each = 2 * main_bytes + 4 * moment_bytes + 2 * grad_bytes + (2 if main_bytes == 4 else 0)
-    return machine.stream(parameters * each)
+    """Adam, with the gradients' norm. In other types than fp32 it is another implementation."""
+    kind = "adamw_fp32" if main_bytes == moment_bytes == 4 else "adamw_bf16"
+    speed = machine.gpu.memory_bytes_per_s * machine.efficiency.memory.first(kind, "copy")
+    return parameters * optimizer_bytes(grad_bytes, main_bytes, moment_bytes) / speed
+
+
+def optimizer_bytes(grad_bytes: int, main_bytes: int, moment_bytes: int) -> int:
+    """Of a parameter: main parameter and moments read and written, gradient read for norm and update, weight written."""
+    return 2 * main_bytes + 4 * moment_bytes + 2 * grad_bytes + (2 if main_bytes == 4 else 0)
+
+
+def moved_bytes(tokens: float, rows: float, width: int, moves: int = 1) -> float:
+    """Of rows on their way to the experts and back, `moves` times put in another order on each: every move reads and
+    writes all rows, but for the last, which adds them up."""
+    return (2 * moves - 1) * 4 * rows * width + 2 * (rows + tokens) * width
+
+
+def grouped_flops(rows: float, groups: int, n: float, k: float) -> float:
+    """Multiplications and additions of one product over experts, each group's last tile padded (half full)."""
+    return 2.0 * (rows + groups * _TILE / 2) * n * k
 
 
 def _norm(machine: Machine, passes: Passes, elements: float) -> None:
-    """RMSNorm (read, write) and residual addition (two reads, one write); backward reads twice as much."""
-    passes.add("norm", machine.elementwise(10 * elements), machine.elementwise(14 * elements))
+    passes.add("norm", *[machine.elementwise(size * elements) for size in NORM_BYTES])

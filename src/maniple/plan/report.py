@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,7 +79,7 @@ def as_json(plan: MemoryPlan) -> dict[str, Any]:
         "ranks": [
             {
                 "rank": rank.rank,
-                "chunks": [said(stage, plan.card) for stage in where.of_rank(rank.rank)],
+                "chunks": held_chunks(plan, rank),
                 "parameters": rank.parameters.by_component,
                 "states": dict(rank.states),
                 "held": dict(rank.held),
@@ -110,29 +110,36 @@ def rank_rows(plan: MemoryPlan) -> list[list[str]]:
     """One row a pipeline rank; `rank_headings` names the columns."""
     rows = []
     for rank in plan.ranks:
-        chunks = " · ".join(said(stage, plan.card) for stage in plan.placement.of_rank(rank.rank))
-        states = rank.states
+        chunks = " · ".join(held_chunks(plan, rank))
         rows.append(
             [
                 f"{rank.rank}" + (" *" if rank.rank == plan.tightest.rank else ""),
                 chunks if len(chunks) <= _WIDEST else chunks[: _WIDEST - 1] + "…",
                 f"{rank.parameters.total / 1e9:.2f}B",
-                *(
-                    _gib(size)
-                    for size in (
-                        states["parameters"],
-                        states["gradients"],
-                        states["main parameters"] + states["moments"],
-                        sum(rank.activations.values()),
-                        rank.working + sum(rank.held.values()),
-                        sum(rank.reserved.values()),
-                        rank.total,
-                    )
-                ),
+                *map(_gib, kinds_of(rank).values()),
+                _gib(rank.total),
                 f"{rank.total / plan.gpu.memory_bytes:.0%}",
             ]
         )
     return rows
+
+
+def held_chunks(plan: MemoryPlan, rank: RankMemory) -> list[str]:
+    """What each chunk of a pipeline rank holds, in words."""
+    return [said(stage, plan.card) for stage in plan.placement.of_rank(rank.rank)]
+
+
+def kinds_of(rank: RankMemory) -> dict[str, int]:
+    """A rank's bytes by kind; they add up to its total."""
+    states = rank.states
+    return {
+        "weights": states["parameters"],
+        "gradients": states["gradients"],
+        "optimizer": states["main parameters"] + states["moments"],
+        "activations": sum(rank.activations.values()),
+        "working": rank.working + sum(rank.held.values()),
+        "device": sum(rank.reserved.values()),
+    }
 
 
 _WIDEST = 40
@@ -144,20 +151,28 @@ rank_headings = [
 
 def component_rows(rank: RankMemory) -> list[list[str]]:
     """What the tightest rank's bytes are, largest first within each kind."""
-    rows: list[list[str]] = []
-    rows += _rows("states", rank.states.items())
-    rows += _rows("held", rank.held.items())
-    rows += _rows(f"activations, {rank.in_flight} in flight", rank.activations.items())
-    rows.append([f"working ({rank.moment})", "", _gib(rank.working)])
-    rows += _rows("device", rank.reserved.items())
+    rows, last = [], None
+    for kind, name, size in components_of(rank):
+        rows.append(["" if kind == last else kind, name, _gib(size)])
+        last = kind
     return rows
 
 
-def _rows(kind: str, parts: Iterable[tuple[str, int]]) -> list[list[str]]:
-    rows = [["", name.replace("_", " "), _gib(size)] for name, size in sorted(parts, key=lambda part: -part[1]) if size]
-    if rows:
-        rows[0][0] = kind
-    return rows
+def components_of(rank: RankMemory) -> list[tuple[str, str, int]]:
+    """(kind, name, bytes) of all that a rank needs, largest first within each kind; they add up to its total."""
+    kinds: list[tuple[str, Mapping[str, int]]] = [
+        ("states", rank.states),
+        ("held", rank.held),
+        (f"activations, {rank.in_flight} in flight", rank.activations),
+        (f"working ({rank.moment})", {"": rank.working}),
+        ("device", rank.reserved),
+    ]
+    return [
+        (kind, name.replace("_", " "), size)
+        for kind, parts in kinds
+        for name, size in sorted(parts.items(), key=lambda part: -part[1])
+        if size or not name
+    ]
 
 
 def _gib(size: float) -> str:

@@ -60,6 +60,7 @@ class Bounds:
         self._sums: dict[tuple, tuple[_Sums, _Sums, dict[Stage, StageCost]]] = {}
         self._caches: dict[tuple, dict] = {}
         self._states: dict[tuple, tuple[list[parameters.RankParameters], list[int]]] = {}
+        self._layers: dict[tuple, list[tuple[StageCost, int]]] = {}
 
     def states(self, layout: Layout, where: Placement) -> list[int]:
         """Bytes of each pipeline rank's states, with what the device takes before any tensor."""
@@ -115,8 +116,7 @@ class Bounds:
                 back += cost.backward + cost.weight - hidden * (cost.exchange_forward + cost.exchange_backward)
             forward.append(ahead)
             backward.append(back)
-        job = replace(self.job, config=layout.applied(self.config), place=where)
-        send = job.network.send_seconds(job.boundary_bytes, where.world_size // where.pipeline)
+        job, send = self._job(layout, where), self.send_seconds(layout, where)
         pipeline = before = 0.0
         for rank in range(where.pipeline):
             busy = sum(forward[rank :: where.pipeline]) + sum(backward[rank :: where.pipeline])
@@ -133,6 +133,18 @@ class Bounds:
             # the first rank's last backward pass is the last of all
             ends_of.append((reduce if rank == 0 and not hidden else 0.0, gather if not hidden else 0.0, update))
         return pipeline + sum(max(column) for column in zip(*ends_of, strict=True))
+
+    def _job(self, layout: Layout, where: Placement) -> Job:
+        return replace(self.job, config=layout.applied(self.config), place=where)
+
+    def send_seconds(self, layout: Layout, where: Placement) -> float:
+        """Of a message from a stage to the next."""
+        job = self._job(layout, where)
+        return job.network.send_seconds(job.boundary_bytes, where.world_size // where.pipeline)
+
+    def end_cost(self, layout: Layout, where: Placement, stage: Stage) -> StageCost:
+        """Of the embedding, head and MTP layers of a stage."""
+        return self._ends(layout, where, self._units(layout, where)[2], stage)
 
     def _recomputed_of(self, layout: Layout) -> int:
         """How many layers of a chunk, from its first, are computed again whole."""
@@ -159,7 +171,7 @@ class Bounds:
         key = layout.tensor, layout.expert, layout.micro_batch, modules
         if key not in self._sums:
             selective = Recompute("selective", None, modules) if modules else Recompute()
-            full, none = self._layers(layout, where, Recompute("full")), self._layers(layout, where, selective)
+            full, none = self.layers(layout, where, Recompute("full")), self.layers(layout, where, selective)
             if own:  # the job's own list of layers
                 none = [full[layer] if layer in own else none[layer] for layer in range(self.card.num_layers)]
                 full = none
@@ -170,8 +182,14 @@ class Bounds:
             )
         return self._sums[key]
 
-    def _layers(self, layout: Layout, where: Placement, kind: Recompute) -> list[tuple[StageCost, int]]:
-        """(cost, bytes kept for backward) of each decoder layer."""
+    def layers(self, layout: Layout, where: Placement, kind: Recompute) -> list[tuple[StageCost, int]]:
+        """(cost, bytes kept for backward) of each decoder layer, if all are computed again as `kind` says."""
+        key = layout.tensor, layout.expert, layout.micro_batch, kind
+        if key not in self._layers:
+            self._layers[key] = self._each_layer(layout, where, kind)
+        return self._layers[key]
+
+    def _each_layer(self, layout: Layout, where: Placement, kind: Recompute) -> list[tuple[StageCost, int]]:
         config = replace(layout, recompute=kind).applied(self.config)
         load = self.imbalance.factor(self.card.moe.num_experts, where.expert)
         layers = Layers(config, self.card, shapes(config, self.card, where, load=load), self.profile)

@@ -131,6 +131,10 @@ def estimate(
 def _assumptions(job: Job) -> Iterator[str]:
     if job.config.precision.dtype != "bf16":
         yield f"precision.dtype {job.config.precision.dtype}: timed as bf16"
+    if (calibration := job.machine.gpu.calibration) is not None:
+        yield f"calibration: {calibration.provenance}; links: the card's"
+        if calibration.not_measured:
+            yield f"calibration: {', '.join(calibration.not_measured)} not measured, and as without one"
     for group, other in job.machine.efficiency.borrowed.items():
         yield f"{group}: {job.machine.gpu.name} has no figures of its own, and takes the shares of {other}"
 
@@ -153,6 +157,8 @@ def make_job(
     runs = load_software(software) if isinstance(software, str) else software
     if gpu.name in runs.grouped:
         efficiency = efficiency.model_copy(update={"grouped": runs.grouped[gpu.name]})
+    if gpu.calibration is not None:
+        efficiency, runs = gpu.calibration.apply(efficiency, runs, gpu)
     return Job(
         config=config,
         card=card,

@@ -93,8 +93,8 @@ class LanguageModel(GPTModel):
 
     def _losses(self, hidden_SBD, labels_BS, weight) -> torch.Tensor:
         """fp32 `[B, S / CP]`. labels: those of this rank's positions."""
-        if self.config.maniple_loss == "fused":
-            return losses_of(self.output_layer, hidden_SBD, labels_BS, weight)
+        if (how := self.config.maniple_loss) != "logits":
+            return losses_of(self.output_layer, hidden_SBD, labels_BS, weight, keep_logits=how == "fused_kept")
         logits_SBV, _ = self.output_layer(hidden_SBD, weight=weight)
         return self.compute_language_model_loss(labels_BS, logits_SBV)
 

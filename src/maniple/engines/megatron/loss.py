@@ -1,4 +1,4 @@
-"""Losses straight from the last hidden states, without logits (`train.loss: fused`), by Megatron-Core's output layer.
+"""Losses straight from the last hidden states (`train.loss: fused`, `fused_kept`), by Megatron-Core's output layer.
 
 The layer is called as ever, so that what waits for its weights does so (DDP's hook before a forward pass), and takes
 what is here in the place of its product (`_forward_impl`, tensor_parallel/layers.py).
@@ -18,11 +18,16 @@ from maniple.kernels.cross_entropy import linear_cross_entropy
 
 
 def losses_of(
-    layer: ColumnParallelLinear, hidden_SBD: torch.Tensor, labels_BS: torch.Tensor, weight_VD: torch.Tensor | None
+    layer: ColumnParallelLinear,
+    hidden_SBD: torch.Tensor,
+    labels_BS: torch.Tensor,
+    weight_VD: torch.Tensor | None,
+    *,
+    keep_logits: bool = False,
 ) -> torch.Tensor:
     """fp32 `[B, S]`. hidden: `[S / TP, B, D]` under sequence parallelism, else `[S, B, D]`. weight: the embedding's,
     where the model has one for both; its gradient then comes in two parts, and is left to autograd to add up."""
-    product, former = _Losses(labels_BS.transpose(0, 1), fuse=weight_VD is None), layer._forward_impl
+    product, former = _Losses(labels_BS.transpose(0, 1), weight_VD is None, keep_logits), layer._forward_impl
     layer._forward_impl = product
     try:
         losses_SB, _ = layer(hidden_SBD, weight=weight_VD, runtime_gather_output=False)
@@ -37,6 +42,7 @@ class _Losses:
 
     labels_SB: torch.Tensor
     fuse: bool
+    keep_logits: bool
 
     def __call__(
         self,
@@ -56,6 +62,7 @@ class _Losses:
             first=tp_group.rank() * weight.shape[0],
             exchange=_Cut(tp_group, (Sequence if sequence_parallel else Copies)(tp_group)) if cut else None,
             fuse_wgrad_accumulation=self.fuse and hasattr(weight, "main_grad"),
+            keep_logits=self.keep_logits,
         )
 
 

@@ -23,7 +23,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def build_optimizer(chunks: list, job: TrainConfig) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Optimizer with main parameters and moments in the job's dtypes, and its schedule in optimizer steps.
 
-    With fp32 both it is torch's AdamW in upstream's classes, else `adam.py`'s.
+    It is `adam.py`'s on a GPU, and where either is not fp32; else torch's AdamW in upstream's classes.
     """
     section, model_config = job.optimizer, chunks[0].config
     config = OptimizerConfig(
@@ -44,12 +44,14 @@ def build_optimizer(chunks: list, job: TrainConfig) -> tuple[MegatronOptimizer, 
     # the biases of stacked experts are matrices under other names
     overrides[ParamKey(name=("*.b13", "*.b2"))] = ParamGroupOverride(wd_mult=0.0)
     main, moments = _DTYPES[section.main_params_dtype], _DTYPES[section.moments_dtype]
-    if main == moments == torch.float32:
+    on_gpu = any(weight.is_cuda for chunk in chunks for weight in chunk.parameters())
+    if main == moments == torch.float32 and not on_gpu:
         optimizer = get_megatron_optimizer(config, chunks, config_overrides=overrides, use_gloo_process_groups=False)
         for part in parts(optimizer):
             _fuse(part.optimizer)
     else:
         optimizer = adam.build(config, chunks, overrides, main=main, moments=moments)
+        _scale_later(chunks, optimizer)
     steps = job.train.steps
     warmup = min(section.warmup_steps, steps - 1)
     scheduler = OptimizerParamScheduler(
@@ -102,19 +104,33 @@ def grad_norm(optimizer: ChainedOptimizer) -> float:
             square += torch.stack(torch._foreach_norm(gradients)).square().sum()
         torch.distributed.all_reduce(square, group=group)
         total += square
-    return float(total.sqrt())
+    norm, factor = total.sqrt(), getattr(optimizer, "scale_to_come", None)
+    return float(norm if factor is None else norm * factor)
 
 
 def clip(optimizer: ChainedOptimizer, norm: float) -> None:
     """Scales the prepared gradients down to a norm of `clip_grad`, where theirs is larger; ours as they are read."""
+    factor = getattr(optimizer, "scale_to_come", None)
     for part in parts(optimizer):
         most = part.config.clip_grad
-        if most <= 0 or (scale := most / (norm + 1e-6)) >= 1.0:
-            continue
+        scale = min(1.0, most / (norm + 1e-6)) if most > 0 else 1.0
         if isinstance(part.optimizer, adam.Adam):
-            part.optimizer.grad_scale = scale
-        elif gradients := [p.grad for p in part.get_parameters() if p.grad is not None]:
+            part.optimizer.grad_scale = scale if factor is None else factor * scale
+        elif scale < 1.0 and (gradients := [p.grad for p in part.get_parameters() if p.grad is not None]):
             torch._foreach_mul_(gradients, scale)
+
+
+def _scale_later(chunks: list, optimizer: ChainedOptimizer) -> None:
+    """Upstream divides all gradients by the batch's tokens in a pass of its own (finalize_model_grads.py), over numbers
+    that the host does not know, at half the speed of memory. Here the factor is kept: it multiplies the norm, and the
+    gradients when Adam reads them. It is one for all chunks."""
+    optimizer.scale_to_come = None
+
+    def keep(factor: torch.Tensor) -> None:
+        optimizer.scale_to_come = factor.float().reshape(())
+
+    for chunk in chunks:
+        chunk.scale_gradients = keep
 
 
 def _fuse(optimizer: torch.optim.Optimizer | None) -> None:

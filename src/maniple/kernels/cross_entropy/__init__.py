@@ -1,8 +1,8 @@
 """The loss of a language model from its last hidden states: head and cross-entropy in one, a chunk of tokens at a time.
 
-Logits exist for one chunk at once, in the dtype of the hidden states, and never in fp32; backward computes them again.
-What is kept for it are the hidden states and two numbers a token. An implementation is an object with the functions of
-`reference.py`.
+Logits exist for one chunk at once, in the dtype of the hidden states, and never in fp32; backward computes them again,
+unless they are kept. What is kept for it otherwise are the hidden states and two numbers a token. An implementation is
+an object with the functions of `reference.py`.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def linear_cross_entropy(
     first: int = 0,
     exchange: Exchange | None = None,
     fuse_wgrad_accumulation: bool = False,
+    keep_logits: bool = False,
     chunk_tokens: int | None = None,
     kernels: str | None = None,
 ) -> torch.Tensor:
@@ -59,6 +60,9 @@ def linear_cross_entropy(
     `first + V` of the vocabulary, hidden's dtype. labels: int64, of all tokens; one of another rank's rows is found
     there, and one of no rank's gives the log-sum-exp alone. Logits are rounded to hidden's dtype, as a head of its own
     would; sums are fp32. chunk_tokens: as many at a time; None: those of 512 MiB of logits.
+
+    keep_logits: all of them are made at once and kept for backward, which puts their gradient in their place: one
+    product less, for `[tokens, V]` in hidden's dtype. A second backward pass of one graph makes them again.
 
     fuse_wgrad_accumulation: backward adds the weight's gradient to `w_VD.main_grad` (fp32) and sets
     `w_VD.grad_added_to_main_grad` (`maniple.kernels.main_grad.added`). Raises ValueError for operands that do not
@@ -73,17 +77,19 @@ def linear_cross_entropy(
         raise ValueError(
             f"labels are int64 of shape {list(hidden.shape[:-1])}, not {labels.dtype} {list(labels.shape)}"
         )
-    if chunk_tokens is not None and chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens is 1 or more, not {chunk_tokens}")
+    if chunk_tokens is not None and (chunk_tokens < 1 or keep_logits):
+        raise ValueError(f"chunk_tokens is 1 or more, and of logits that are not kept; not {chunk_tokens}")
     if fuse_wgrad_accumulation and getattr(w_VD, "main_grad", None) is None:
         raise ValueError("fuse_wgrad_accumulation needs a weight with a main_grad")
     # tensors without values, and graphs, take the one that is made of torch's own operators
     kernels = "reference" if custom_ops.named(hidden) else kernels
     implementation = registry.use("cross_entropy", "bf16", hidden.device.type, kernels)
-    if chunk_tokens is None:
+    if keep_logits:
+        chunk_tokens = max(1, labels.numel())
+    elif chunk_tokens is None:
         tokens = _CHUNK_BYTES // (w_VD.shape[0] * w_VD.element_size())
         chunk_tokens = max(1, tokens // _CHUNK_STEP) * _CHUNK_STEP
-    settings = _Settings(first, exchange, fuse_wgrad_accumulation, chunk_tokens, implementation)
+    settings = _Settings(first, exchange, fuse_wgrad_accumulation, keep_logits, chunk_tokens, implementation)
     return _LinearCrossEntropy.apply(hidden, w_VD, labels, settings)
 
 
@@ -91,6 +97,7 @@ class _Settings(NamedTuple):
     first: int
     exchange: Exchange | None
     fuse: bool
+    keep: bool
     chunk: int
     implementation: Any
 
@@ -100,21 +107,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, hidden, w_VD, labels, settings):
         whole = hidden if settings.exchange is None else settings.exchange.gather(hidden)
         h_TD, labels_T = whole.reshape(-1, whole.shape[-1]), (labels - settings.first).reshape(-1)
-        statistics = [
-            settings.implementation.statistics(h_CD @ w_VD.T, labels_C)
-            for h_CD, labels_C in zip(h_TD.split(settings.chunk), labels_T.split(settings.chunk), strict=True)
-        ]
+        kept, statistics = [], []
+        for h_CD, labels_C in zip(h_TD.split(settings.chunk), labels_T.split(settings.chunk), strict=True):
+            logits_CV = h_CD @ w_VD.T
+            statistics.append(settings.implementation.statistics(logits_CV, labels_C))
+            if settings.keep and any(ctx.needs_input_grad):
+                kept.append(logits_CV)
+            del logits_CV  # before the next are made
         lse_T, target_T = (torch.cat(parts) for parts in zip(*statistics, strict=True))
         if settings.exchange is not None:
             lse_T, target_T = settings.exchange.combine(lse_T, target_T)
-        ctx.settings = settings
-        ctx.save_for_backward(hidden, w_VD, labels_T, lse_T)
+        ctx.settings, ctx.has_logits = settings, bool(kept)
+        ctx.save_for_backward(hidden, w_VD, labels_T, lse_T, *kept)
         return (lse_T - target_T).view(labels.shape)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        hidden, w_VD, labels_T, lse_T = ctx.saved_tensors
+        hidden, w_VD, labels_T, lse_T, *kept = ctx.saved_tensors
+        if not ctx.has_logits:  # not kept, or their gradient is in their place
+            kept = []
+        ctx.has_logits = False
         settings: _Settings = ctx.settings
         needs_h, needs_w = ctx.needs_input_grad[:2]
         whole = hidden if settings.exchange is None else settings.exchange.gather(hidden)
@@ -123,12 +136,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total_VD: torch.Tensor | None = w_VD.main_grad if settings.fuse else None
         for start in range(0, h_TD.shape[0], settings.chunk):
             at = slice(start, start + settings.chunk)
-            grad_CV = settings.implementation.gradient(h_TD[at] @ w_VD.T, labels_T[at], lse_T[at], grad.reshape(-1)[at])
+            grad_CV = kept.pop() if kept else h_TD[at] @ w_VD.T  # the logits
+            grad_CV = settings.implementation.gradient(grad_CV, labels_T[at], lse_T[at], grad.reshape(-1)[at])
             if grad_h_TD is not None:
                 torch.mm(grad_CV, w_VD, out=grad_h_TD[at])
             if needs_w:
-                part_VD = _product(grad_CV.T, h_TD[at])
-                total_VD = part_VD if total_VD is None else total_VD.add_(part_VD)
+                total_VD = _added(total_VD, grad_CV.T, h_TD[at])
+            del grad_CV  # before the next are made
         received = None
         if grad_h_TD is not None:
             grad_h = grad_h_TD.view(whole.shape)
@@ -141,8 +155,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return None if received is None else received(), grad_w_VD, None, None
 
 
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`a @ b` in fp32, so that chunks add up in it."""
+def _added(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`total + a @ b` in fp32, in total's memory where there is one: on a GPU without another of its size."""
+    if total is not None and a.is_cuda:
+        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     if a.dtype == torch.float32:
-        return a @ b
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+        product = a @ b
+    else:
+        product = torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+    return product if total is None else total.add_(product)

@@ -1,0 +1,189 @@
+// The page: which plan of the grid is shown, and all that follows from it.
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const own = data.cells[data.own];
+const at = data.axes.map((axis) => axis.own);
+const $ = (id) => document.getElementById(id);
+const GROUPS = {
+  compute: "computation", exchange: "token exchange", recompute: "computed again", collectives: "tensor and context parallel",
+  update: "gradients and optimizer", idle: "idle and gaps",
+};
+let shown = own; // the last plan that can run, which the charts show
+
+const place = (positions) => positions.reduce((sum, position, axis) => sum * data.axes[axis].values.length + position, 0);
+const current = () => data.cells[place(at)];
+
+// --- what if ---------------------------------------------------------------------------------------------------------
+
+const sliders = data.axes.map((axis, index) => {
+  const id = `axis-${index}`;
+  const output = make("output", { htmlFor: id });
+  const input = make("input", { type: "range", id, min: 0, max: Math.max(1, axis.values.length - 1), step: 1, value: axis.own });
+  input.disabled = axis.values.length < 2;
+  const stops = axis.values.map((_, stop) => make("i", { className: stop === axis.own ? "own" : "" }));
+  const row = make("div", { className: "slider" }, make("label", { htmlFor: id }, axis.name, output), input,
+    make("div", { className: "stops", "aria-hidden": "true" }, ...stops));
+  input.addEventListener("input", () => {
+    at[index] = Number(input.value);
+    update();
+  });
+  return { axis, index, input, output, row };
+});
+$("sliders").append(...sliders.map((slider) => slider.row));
+
+const runs = data.cells.filter((cell) => !cell.why);
+const fitting = runs.filter((cell) => cell.fits);
+const fastest = fitting.reduce((best, cell) => (best && best.seconds <= cell.seconds ? best : cell), null);
+$("grid-size").textContent = `Every position is a plan of its own, made by the planner: ${number(data.cells.length)} of them, ` +
+  `of which ${number(runs.length)} can run and ${number(fitting.length)} fit.`;
+$("best").disabled = fastest === null;
+
+function goTo(cell) {
+  let rest = data.cells.indexOf(cell);
+  for (let axis = data.axes.length - 1; axis >= 0; axis--) {
+    const size = data.axes[axis].values.length;
+    at[axis] = rest % size;
+    rest = Math.floor(rest / size);
+  }
+  update();
+}
+$("back").addEventListener("click", () => goTo(own));
+$("best").addEventListener("click", () => goTo(fastest));
+
+function update() {
+  const cell = current();
+  for (const { axis, index, input, output, row } of sliders) {
+    input.value = at[index];
+    output.textContent = axis.values[at[index]];
+    input.setAttribute("aria-valuetext", axis.values[at[index]]);
+    row.classList.toggle("moved", at[index] !== axis.own);
+  }
+  $("back").disabled = cell === own;
+  document.body.classList.toggle("moved", cell !== own);
+  document.body.classList.toggle("refused", Boolean(cell.why));
+  $("answer").classList.toggle("no", Boolean(cell.why) || !cell.fits);
+  $("answer").textContent = answer(cell);
+  $("command").textContent = cell.why ? "" : cell.command;
+  headline(cell);
+  if (cell.why) return;
+  shown = cell;
+  tables();
+  charts();
+}
+
+function answer(cell) {
+  if (cell.why) return `Cannot run: ${cell.why}`;
+  if (cell === own) return "The job as it was given.";
+  const ratio = own.seconds / cell.seconds;
+  const speed = Math.abs(ratio - 1) < 0.005 ? "as fast as the job"
+    : ratio > 1 ? `${significant(ratio)} times as fast as the job` : `${percent(1 - ratio)} slower than the job`;
+  return `A step of ${seconds(cell.seconds)}, ${speed}; ${cell.fits ? "fits" : "does not fit"} with ${gib(cell.total, 1)} GiB.`;
+}
+
+// --- headline --------------------------------------------------------------------------------------------------------
+
+function headline(cell) {
+  const verdict = $("verdict");
+  const bad = Boolean(cell.why) || !cell.fits;
+  verdict.classList.toggle("no", bad);
+  $("meter").classList.toggle("no", bad);
+  if (cell.why) {
+    verdict.replaceChildren(make("strong", {}, "Cannot run"), ": these sizes do not go together");
+  } else {
+    const [word, ...rest] = cell.verdict.split(":");
+    verdict.replaceChildren(make("strong", {}, word[0].toUpperCase() + word.slice(1)), `:${rest.join(":")}`);
+    $("layout").textContent = `${cell.layout} — ${number(cell.micro_batches)} micro-batches of ${cell.micro_batch} × ` +
+      `${number(data.sequence)} tokens, ${number(data.batch)} sequences a step`;
+  }
+  const fill = make("div");
+  fill.style.width = cell.why ? "0" : `${Math.min(100, (100 * cell.total) / data.capacity)}%`;
+  $("meter").replaceChildren(fill);
+  $("meter").setAttribute("aria-label", cell.why ? "No memory figure" : `${percent(cell.total / data.capacity)} of the GPU's memory`);
+  $("tiles").replaceChildren(
+    tile("Step time", cell, (one) => one.seconds, (value) => [significant(value), "s"], -1),
+    tile("Tokens/s a GPU", cell, (one) => one.tgs, (value) => [number(value), ""], 1),
+    tile("TFLOP/s a GPU", cell, (one) => one.tflops, (value) => [number(value), ""], 1),
+    tile("MFU", cell, (one) => one.mfu, (value) => [number(100 * value, 1), "%"], 1),
+    tile("Ranks idle", cell, (one) => Math.max(...one.bubbles), () => [span(cell.bubbles).slice(0, -2), "%"], 0),
+  );
+}
+
+function tile(name, cell, value, words, better) {
+  const [text, unit] = cell.why ? ["–", ""] : words(value(cell));
+  const change = make("div", { className: "change" });
+  if (!cell.why && cell !== own && better) {
+    const by = value(cell) / value(own) - 1;
+    change.textContent = `${by < 0 ? "−" : "+"}${percent(Math.abs(by))}`;
+    if (Math.abs(by) >= 0.005) change.classList.add(by * better > 0 ? "better" : "worse");
+  }
+  return make("div", {}, make("dt", {}, name), make("dd", {}, text, unit ? make("small", {}, ` ${unit}`) : ""), make("dd", { className: "change-row" }, change));
+}
+
+// --- charts and tables -----------------------------------------------------------------------------------------------
+
+const timeline = new Timeline($("pipeline-canvas"), data.timeline);
+
+function charts() {
+  const whole = document.querySelector("input[name=scale]:checked").value === "gpu";
+  memoryChart($("memory-chart"), shown, data.capacity, data.gpu, whole);
+  timeChart($("time-chart"), shown, shown === own ? null : own);
+  scalingChart($("scaling-chart"), data.scaling.points, data.scaling.bend);
+  timeline.draw();
+}
+
+function tables() {
+  const kinds = Object.keys(shown.ranks[0].bytes);
+  $("memory-table").replaceChildren(table("Memory of every pipeline rank, in GiB",
+    ["rank", "holds", "parameters", ...kinds, "total GiB", "of GPU"],
+    shown.ranks.map((rank, index) => {
+      const sizes = Object.values(rank.bytes);
+      const total = sizes.reduce((sum, size) => sum + size, 0);
+      return [`${index}`, rank.holds.join(" · "), `${number(rank.parameters / 1e9, 2)}B`, ...sizes.map((size) => gib(size)), gib(total), percent(total / data.capacity)];
+    }), { left: 2, marked: shown.tightest }));
+  $("tight-title").textContent = `Rank ${shown.tightest}, the tightest, broken down`;
+  $("tight-table").replaceChildren(table(`Memory of rank ${shown.tightest}, in GiB`, ["kind", "part", "GiB"],
+    shown.components.map(([kind, name, size]) => [kind, name, gib(size)]), { left: 2 }));
+  const used = new Set(shown.parts.map(([, , family]) => family));
+  legend($("time-legend"), Object.entries(GROUPS).filter(([family]) => used.has(family)));
+  $("time-hint").textContent = "The rank that computes longest, by what it does; the lines add up to the step." +
+    (shown === own ? "" : " Marks stand where the job as given is.");
+  const notes = [...shown.notes, ...Object.entries(data.assumed).map(([key, value]) => `assumed: ${key}=${value}`),
+    "Plans beside the job keep its GPUs, its sequences a step and all else; another pipeline is cut as the job’s layout is, where that divides, else evenly or by work."];
+  $("note-list").replaceChildren(...notes.map((note) => make("li", {}, note)));
+}
+
+function fixed() {
+  legend($("memory-legend"), Object.keys(own.ranks[0].bytes).map((kind) => [kind, kind]));
+  const line = data.timeline;
+  const passes = new Set(line.passes.flatMap((pass) => [...pass.kinds]));
+  legend($("pipeline-legend"), [
+    ...Object.entries(PASSES).filter(([kind]) => passes.has(kind)).map(([, [name, color]]) => [color, name]),
+    ["exchange", "share that waits for token exchange, not counting what is computed again"], ["track", "idle"],
+  ]);
+  const paler = timeline.chunks > 1 ? " Later chunks are paler." : "";
+  const part = line.micro_batches < line.of
+    ? `The first ${number(line.micro_batches)} of ${number(line.of)} micro-batches, simulated alone: more of them look alike.`
+    : `All ${number(line.of)} micro-batches of a step.`;
+  $("pipeline-hint").textContent = `Schedule ${line.schedule}. ${part}${paler} Point at a pass for its figures; drag, double-click or use the keys + − ← → to move.`;
+  $("idle-table").replaceChildren(table("Idle time of every pipeline rank", ["rank", "idle", "idle share"],
+    line.idle.map((share, rank) => [`${rank}`, seconds(share * line.seconds), percent(share, 1)])));
+  legend($("scaling-legend"), [["weak", "weak: the batch grows"], ["strong", "strong: the same batch"]]);
+  $("bends").replaceChildren(...data.scaling.bends.map((text) => make("li", {}, text)));
+  $("scaling-table").replaceChildren(table("Every size", ["scaling", "GPUs", "sequences", "micro-batches", "step", "tokens/s a GPU", "efficiency", "idle", "GiB", "fits"],
+    data.scaling.points.flat().map((point) => [point.kind, number(point.gpus), number(point.global_batch_size),
+      ...(point.seconds === null ? [point.why] : [number(point.micro_batches), seconds(point.seconds), number(point.tokens_per_second_per_gpu),
+        percent(point.efficiency, 1), percent(point.bubble), gib(point.memory, 1), point.fits ? "yes" : "no"])])));
+  $("footer").textContent = `Planned by Maniple ${data.version}. Estimates by formula and simulation, before a GPU was used.`;
+}
+
+$("memory-scale").addEventListener("change", charts);
+$("pipeline-tools").addEventListener("click", (event) => timeline.act(event.target.dataset.do));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", charts);
+let width = 0;
+new ResizeObserver(() => {
+  if (document.body.clientWidth === width) return;
+  width = document.body.clientWidth;
+  charts();
+}).observe(document.body);
+fixed();
+update();
