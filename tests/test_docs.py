@@ -17,6 +17,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ LEAVES = {
         *("runs/tiny/summary.json", "runs/tiny/metrics.jsonl", "runs/tiny/tensorboard", "runs/tiny/curves.png"),
         *("runs/tiny/checkpoints/step_00000020/maniple.json", "runs/tiny/logs/rank_0.log", "datasets/mine.bin"),
     ],
+    "planner.md": ["plan.html"],
     "data.md": ["datasets/web.bin", "datasets/web.idx", "datasets/books.idx"],
     "weights.md": [
         *("weights/qwen3/maniple.json", "weights/qwen3/card.yaml", "runs/continue/summary.json"),
@@ -182,6 +184,42 @@ def the_check_would_start(command: str, patch: pytest.MonkeyPatch) -> None:
     assert calls[0][1] is None  # no folder
 
 
+def the_calibration_would_start(command: str, patch: pytest.MonkeyPatch) -> None:
+    """It measures a GPU, where torch sees one, for the file that the guide names; tests/plan runs it on a CPU."""
+    import torch
+
+    from maniple.bench import calibrate
+
+    written: list = []
+    patch.setattr(torch.cuda, "is_available", lambda: True)
+    patch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    patch.setattr(calibrate, "run", lambda device, card, **options: _calibration())
+    patch.setattr(calibrate, "refuse_to_replace", lambda file: None)
+    patch.setattr(calibrate, "write", lambda calibration, file: written.append(file.name))
+    assert cli.main(shlex.split(command)[1:]) == 0
+    assert written == ["calibration-h200-sxm.yaml"]
+
+
+def the_plan_would_take_it(command: str, patch: pytest.MonkeyPatch) -> None:
+    from maniple.bench import calibrate
+
+    with tempfile.TemporaryDirectory() as folder:
+        patch.chdir(folder)
+        words = shlex.split(command)[1:]
+        calibrate.write(_calibration(), Path(words[words.index("--calibration") + 1]))
+        assert cli.main(words) == 0
+        patch.chdir(ROOT)
+
+
+def _calibration():
+    from maniple.hardware.calibration import Calibration
+
+    times = dict.fromkeys(("milliseconds", "milliseconds_p20", "milliseconds_p80"), 1.0)
+    row = {"group": "memory", "name": "copy", "what": "made up", "work": 4e9, "rounds": 1} | times
+    about = {"gpu": "NVIDIA H200", "card": "h200-sxm", "date": "2026-11-30", "command": "maniple", "versions": {}}
+    return Calibration.model_validate({"format": 1, "sources": {}, "measured": [row]} | about)
+
+
 def torchrun_would_start_it(command: str, patch: pytest.MonkeyPatch) -> None:
     """torchrun understands its options, and a rank of it reads and checks the job at that world size."""
     from torch.distributed.run import parse_args
@@ -262,6 +300,11 @@ NOT_RUN: dict[str, tuple[str, Callable[[str, pytest.MonkeyPatch], None]]] = {
     f"maniple train {QWEN3} --nnodes 1:2 --rdzv-endpoint node0:29500 --rdzv-id job7 --max-restarts 3 {CORPUS}": (
         "needs 2 nodes of 8 GPUs",
         the_job_would_start,
+    ),
+    "maniple plan calibrate": ("needs a GPU", the_calibration_would_start),
+    "maniple plan qwen3-30b-a3b --gpus 8 --gpu h200 --calibration calibration-h200-sxm.yaml": (
+        "takes what the command before it made",
+        the_plan_would_take_it,
     ),
     "pip install .": ("changes the environment; test_packaging.py installs the wheel", pip_would_find_its_files),
     "pip install -c requirements/constraints.txt .": ("changes the environment", pip_would_find_its_files),

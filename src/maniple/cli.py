@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from maniple import __version__
-from maniple.commands import AsJson, Command, Group, convert, models, plan, plan_scale, plan_search
+from maniple.commands import AsJson, Command, Group, convert, models, plan, plan_calibrate, plan_scale, plan_search
 from maniple.errors import UserError
 from maniple.launch import worker
 
@@ -38,6 +38,7 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(models.app, name="models")
 plan.app.command("search", cls=Command)(plan_search.search)
 plan.app.command("scale", cls=Command)(plan_scale.scale)
+plan.app.command("calibrate", cls=Command)(plan_calibrate.calibrate)
 app.add_typer(plan.app, name="plan")
 app.add_typer(convert.app, name="convert")
 

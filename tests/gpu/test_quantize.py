@@ -6,11 +6,14 @@ import pytest
 import torch
 from tests.poison import poisoned_memory  # noqa: F401 (a fixture for every test here)
 
-from maniple.kernels import registry
+from maniple.errors import UserError
+from maniple.kernels import chips, registry
 from maniple.kernels.quantize import emulate_rows, emulate_weight, quantize_rows, quantize_weight
 
 E4M3, E5M2, FNUZ = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz
 RECIPES = ["fp8", "fp8_block", "mxfp8"]
+BLOCKS = [(recipe, dtype) for recipe in ("fp8_block", "mxfp8") for dtype in (E4M3, E5M2)]
+WIDE = [128, 768, 1152, 2304]
 CASES = [(recipe, dtype) for recipe in RECIPES for dtype in (E4M3, E5M2, FNUZ) if (recipe, dtype) != ("mxfp8", FNUZ)]
 SIZES = {
     "even": [64, 64, 64, 64],
@@ -22,6 +25,8 @@ SIZES = {
     "skewed": [1, 1, 1500, 3, 0, 2],
     "many groups": [3, 0, 1, 130] * 40,
 }
+
+hopper = pytest.mark.skipif(chips.no_hopper() is not None, reason="needs a Hopper GPU")
 
 
 def case(sizes, k, *, tail=50, rms=1.0, seed=0):
@@ -40,10 +45,10 @@ def bits(t: torch.Tensor) -> torch.Tensor:
     return t.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[t.element_size()]).cpu()
 
 
-def check(x_SK, ends_G, used, recipe, dtype, rounding="rceil", source_S=None):
+def check(x_SK, ends_G, used, recipe, dtype, rounding="rceil", source_S=None, kernels="triton"):
     """All that may be read is the same, bit for bit; NaN scales have the same bits too."""
     gpu = [None if t is None else t.cuda() for t in (x_SK, ends_G, source_S)]
-    got = quantize_rows(gpu[0], gpu[1], recipe, dtype=dtype, rounding=rounding, source_S=gpu[2])
+    got = quantize_rows(gpu[0], gpu[1], recipe, dtype=dtype, rounding=rounding, source_S=gpu[2], kernels=kernels)
     wanted = quantize_rows(x_SK, ends_G, recipe, dtype=dtype, rounding=rounding, source_S=source_S)
     padded_G = wanted.padded_ends_G
     assert torch.equal(got.padded_ends_G.cpu(), padded_G)
@@ -184,8 +189,79 @@ def test_beyond_2_to_31_elements(recipe):
     assert torch.equal(bits(made.dgrad.data[-1:]), bits(alone.dgrad.data))
 
 
+@hopper
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize(("recipe", "dtype"), BLOCKS)
+def test_every_kind_of_group_on_hopper(recipe, dtype, sizes):
+    check(*case(sizes, 384), recipe, dtype, kernels="hopper")
+
+
+@hopper
+@pytest.mark.parametrize(("recipe", "k"), [("fp8_block", k) for k in (16, 144, 2880)] + [("mxfp8", k) for k in WIDE])
+def test_any_width_on_hopper(recipe, k):
+    check(*case([70, 0, 61, 260], k), recipe, E4M3, "floor", kernels="hopper")
+
+
+@hopper
+@pytest.mark.parametrize("k", WIDE)
+@pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8"])
+def test_more_tiles_than_programs_on_hopper(recipe, k):
+    """Runs of tiles that begin and end anywhere in a row, many or one of them a program; every size of a group."""
+    x_SK, ends_G, used = case([*range(0, 300, 7), 0, 4000, 1], k, tail=300)
+    check(x_SK, ends_G, used, recipe, E4M3, kernels="hopper")
+
+
+@hopper
+@pytest.mark.parametrize("rounding", ["rceil", "floor"])
+@pytest.mark.parametrize(("recipe", "dtype"), BLOCKS)
+def test_every_magnitude_of_bf16_on_hopper(recipe, dtype, rounding):
+    x = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16)
+    x = torch.cat([x, -x]).reshape(-1, 128)
+    ends_G = torch.tensor([len(x)], dtype=torch.int32)
+    check(x, ends_G, len(x), recipe, dtype, rounding, kernels="hopper")
+    for bad in (torch.nan, -torch.nan, torch.inf, -torch.inf):
+        for row, column in ((100, 5), (400, 32)):
+            y = x.clone()
+            y[row, column] = bad
+            check(y, ends_G, len(x), recipe, dtype, rounding, kernels="hopper")
+
+
+@hopper
+@pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8"])
+def test_one_orientation_strided_rows_and_the_same_bits_on_hopper(recipe):
+    x_SK, ends_G, used = case([300, 0, 41, 700], 1152)
+    x_SK, ends_G = x_SK.cuda(), ends_G.cuda()
+    first = quantize_rows(x_SK, ends_G, recipe, kernels="hopper")
+    end = int(first.padded_ends_G[-1])
+    wide = torch.full((x_SK.shape[0], 2 * 1152), torch.nan, device="cuda", dtype=x_SK.dtype)
+    wide[:, 1144 - 8 : -8 - 8] = x_SK
+    for x in (x_SK, wide[:, 1144 - 8 : -8 - 8]):
+        for rowwise, columnwise in ((True, True), (True, False), (False, True)):
+            again = quantize_rows(x, ends_G, recipe, rowwise=rowwise, columnwise=columnwise, kernels="hopper")
+            assert torch.equal(again.padded_ends_G, first.padded_ends_G)
+            if rowwise:
+                assert torch.equal(bits(again.rowwise.data)[:used], bits(first.rowwise.data)[:used])
+                assert torch.equal(bits(again.rowwise.scales)[:used], bits(first.rowwise.scales)[:used])
+            if columnwise:
+                blocks = end // first.columnwise.block[1]
+                assert torch.equal(bits(again.columnwise.data)[:, :end], bits(first.columnwise.data)[:, :end])
+                assert torch.equal(bits(again.columnwise.scales)[:, :blocks], bits(first.columnwise.scales)[:, :blocks])
+
+
+@hopper
+def test_what_hopper_refuses_goes_to_the_portable_kernels():
+    x_SK, ends_G, _ = case([30], 128)
+    x_SK, ends_G = x_SK.cuda(), ends_G.cuda()
+    source_S = torch.zeros(30, dtype=torch.int32, device="cuda")
+    for x, more in ((x_SK[:, :120], {}), (x_SK.float(), {}), (x_SK, {"source_S": source_S}), (x_SK, {"dtype": FNUZ})):
+        quantize_rows(x, ends_G, "fp8_block", **more)
+        with pytest.raises(UserError, match="hopper"):
+            quantize_rows(x, ends_G, "fp8_block", kernels="hopper", **more)
+
+
 def test_the_kernels_are_what_runs():
-    assert registry.select("quantize", "mxfp8", "cuda").name == "triton"
-    x_SK, ends_G, _ = case([30], 64)
+    best = "triton" if chips.no_hopper() else "hopper"
+    assert registry.select("quantize", "mxfp8", "cuda").name == best
+    x_SK, ends_G, _ = case([30], 128)
     quantize_rows(x_SK.cuda(), ends_G.cuda(), "mxfp8")
-    assert ("quantize", "mxfp8", "cuda", "triton") in registry.used()
+    assert ("quantize", "mxfp8", "cuda", best) in registry.used()

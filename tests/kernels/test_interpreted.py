@@ -24,6 +24,7 @@ pytest.importorskip("triton")
         "interpreted_pages.py",
         "interpreted_permute.py",
         "interpreted_quantize.py",
+        "interpreted_rope.py",
         "interpreted_routing.py",
     ],
 )

@@ -77,7 +77,7 @@ def every(request):
 
 def test_it_finds_what_costing_all_finds(every):
     config, card, gpu, world, costed = every
-    found = search(config, card, gpu, world, ceilings=(1.0, 0.7, 0.4), refine=False)
+    found = search(config, card, gpu, world, ceilings=(1.0, 0.7, 0.4), refine=False, program=False)
 
     def fastest(share, but=None):
         fits = [one for _, one in costed if one.memory.total <= round(share * gpu.memory_bytes)]
@@ -144,7 +144,10 @@ def test_plans_of_the_grid_are_quick_and_legal(model, gpus, gpu, fits):
 def test_fewer_layers_are_computed_again_as_far_as_they_fit():
     config, card = _job("qwen3-30b-a3b", "train.global_batch_size=64", "parallel.tensor_parallel_size=2")
     gpu, held = load_gpu("h200-sxm"), ["parallel.tensor_parallel_size"]
-    plain, found = (search(config, card, gpu, 8, held=held, ceilings=(1.0,), refine=refine) for refine in (False, True))
+    plain, found = (
+        search(config, card, gpu, 8, held=held, ceilings=(1.0,), refine=refine, program=False)
+        for refine in (False, True)
+    )
     assert found.best.time.seconds < 0.99 * plain.best.time.seconds
     assert [one.time.seconds for one in found.pareto] == [found.best.time.seconds, plain.best.time.seconds]
     check(found.best.config, card, 8)

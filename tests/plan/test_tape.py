@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from maniple.plan.tape import Tape
 
 
@@ -61,3 +63,11 @@ def test_moves_says_whose_gradients_are_made():
     tape.op("a", ["x"], {"u": 100}, moves=[])
     tape.op("b", ["u"], {"y": 1}, moves=["u"])
     assert tape.run("y").backward == 101
+
+
+@pytest.mark.parametrize(("weight_first", "wanted"), [(False, 100 + 40 + 100), (True, 40 + 100)])
+def test_what_is_computed_again_for_a_weight_is_gone_before_the_inputs_gradient(weight_first, wanted):
+    tape = Tape(given=100, forgets={"rows": ()})
+    tape.op("exchange", ["x"], {"rows": 100})
+    tape.op("experts", ["rows"], {"out": 40}, ["rows"], weight_first=weight_first)
+    assert tape.run("out").backward == max(wanted, 200)  # 200: the gradients of rows and of x

@@ -68,7 +68,7 @@ def report(run: Run, *, as_json: bool = False, file: IO[str] | None = None) -> t
     """Runs: every row to `file` as it comes, JSON lines or tables to standard output; rows and exit code."""
     found: list[Row] = []
     current: list[Row] = []
-    progress = _Progress()
+    progress = Progress("bench")
     try:
         for contest in run(progress):
             progress.hide()
@@ -126,16 +126,17 @@ def shapes_of(options: Options, device: torch.device) -> list[Shape]:
     return of_model(card, rows=count, expert_parallel_size=options.expert_parallel_size, seed=options.seed)
 
 
-class _Progress:
+class Progress:
     """What is being measured, on standard error: one line that changes on a terminal, else a line each."""
 
-    def __init__(self) -> None:
+    def __init__(self, who: str) -> None:
+        self._who = who
         self._console = Console(stderr=True, markup=False, highlight=False)
         self._status = self._console.status("") if self._console.is_terminal else None
 
     def __call__(self, what: str) -> None:
         if self._status is None:
-            self._console.print(f"bench: {what}", soft_wrap=True)
+            self._console.print(f"{self._who}: {what}", soft_wrap=True)
         else:
             self._status.update(what)
             self._status.start()

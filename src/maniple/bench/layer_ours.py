@@ -6,6 +6,7 @@ The matrices' gradients are added to fp32 buffers within the products, unless a 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from maniple.bench.layer_operands import LayerOperands
 from maniple.bench.ours import QUANTIZED, float8
 from maniple.errors import UserError
 from maniple.kernels import quantize, registry
+from maniple.kernels.forgotten import forgetting
 from maniple.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from maniple.kernels.permute import permute_probs, sort_by_expert
 from maniple.kernels.routing import route, router_logits
@@ -27,14 +29,14 @@ from maniple.moe.experts import expert_mlp
 
 Mark = Callable[[str], None]
 Variants = Literal["selected", "few", "all"]
-_COUNT: dict[Variants, int | None] = {"selected": 1, "few": 3, "all": None}
+_COUNT: dict[Variants, int | None] = {"selected": 1, "few": 4, "all": None}
 
 
 @dataclass(frozen=True)
 class Variant:
     """Implementations by name, None for what the registry selects. fc1: of its product with SwiGLU, where it is not
-    that of `products`. gathers: fc1 reads x through the permutation, without a copy of the rows. adds: the matrices'
-    gradients go to fp32 buffers; else they are bf16 tensors."""
+    that of `products`. gathers: fc1 reads x through the permutation, without a copy of the rows. again: backward permutes
+    x again, and the copy is not kept. adds: the matrices' gradients go to fp32 buffers; else they are bf16 tensors."""
 
     recipe: str = "bf16"
     routing: str | None = None
@@ -42,6 +44,7 @@ class Variant:
     products: str | None = None
     fc1: str | None = None
     gathers: bool = False
+    again: bool = False
     adds: bool = True
 
 
@@ -49,7 +52,7 @@ def ours(recipe: str, o: LayerOperands, variants: Variants = "all") -> Iterator[
     """The selected layer of a recipe first, then what else can run, each name once.
 
     variants: "selected": that alone. "few": also routing and permutation by what is not selected, and gradients in
-    bf16. "all": also the other ways to compute the experts.
+    bf16, also with rows that are not kept. "all": also the other ways to compute the experts.
     """
     seen: set[str] = set()
     for variant in itertools.islice(_variants(recipe, o.device), _COUNT[variants]):
@@ -71,6 +74,7 @@ def _variants(recipe: str, device: torch.device) -> Iterator[Variant]:
     if recipe != "bf16":
         return
     yield replace(base, adds=False)
+    yield replace(base, adds=False, again=True)
     yield replace(base, gathers=True)
     if device.type == "cuda":
         yield replace(base, fc1="hopper_fused")
@@ -94,7 +98,8 @@ def _made(variant: Variant, role: Role, o: LayerOperands) -> Layer | Absent:
     notes.append("adds to fp32 gradients" if variant.adds else "gradients in bf16")
 
     def forward(mark: Mark | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        return layer(o, variant, caches, mark)
+        with forgetting() if variant.again else contextlib.nullcontext():
+            return layer(o, variant, caches, mark)
 
     return Layer(_name(variant, parts), role, forward, o.leaves, note=", ".join(notes), stages=True)
 
@@ -133,6 +138,8 @@ def _name(variant: Variant, parts: dict[str, str]) -> str:
         words.append(f"fc1 {variant.fc1}")
     if variant.gathers:
         words.append("rows gathered by fc1")
+    if variant.again:
+        words.append("rows permuted again")
     if not variant.adds:
         words.append("bf16 gradients")
     return ", ".join(words)
@@ -153,6 +160,7 @@ def layer(
     # views are made where they are used, since backward goes by the order in which nodes were made
     x_TD = _seen(o.x_TD, mark, "dispatch")
     dispatcher = LocalDispatcher(o.shape.experts, kernels=variant.permute)
+    dispatcher.gathers_again = variant.again
     if variant.gathers:
         handle = sort_by_expert(routing.ids_TK, o.shape.experts, kernels=variant.permute)
         rows_SD, ends_G = x_TD, handle.ends_E

@@ -71,6 +71,8 @@ def _contest(
     role: Role = "selected"
     try:
         for found in registry.candidates("quantize", recipe, o.device.type):
+            if found.refuses and found.refuses(*_operands(op, recipe, o)):
+                continue
             if found.name != "reference" or o.device.type == "cpu":
                 entrants.append(Contender(found.name, role, time(found.name)))
                 role = "alternative"
@@ -81,6 +83,12 @@ def _contest(
         return max(_error(found, wanted) for found, wanted in pairs(contender.name))
 
     return Contest(op, recipe, o.shape, entrants, 0.0, moved, "bf16", ("quantize",), error_of, BOUNDS[recipe])
+
+
+def _operands(op: str, recipe: str, o: Operands) -> tuple[object, ...]:
+    """What the implementations of `quantize` are chosen by."""
+    what = {"quantize_rows": "rows", "quantize_weight": "weight", "emulate_rows": "emulation"}[op]
+    return what, o.w_GNK if what == "weight" else o.x_SK, None, recipe, float8(recipe, o.device)
 
 
 def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:

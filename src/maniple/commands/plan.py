@@ -46,6 +46,10 @@ def job(
             help="load of the fullest rank over the mean: a factor, or a router: balanced, dirichlet:8, lognormal:0.3"
         ),
     ] = "dirichlet:8",
+    calibration: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="what `maniple plan calibrate` measured, in place of the card's figures"),
+    ] = None,
     pipeline_trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="write the simulated pipeline there, for Perfetto or Chrome")
     ] = None,
@@ -63,7 +67,7 @@ def job(
     from maniple.plan.time import estimate
 
     uneven = Imbalance.parse(imbalance)
-    card_of_gpu = gpu_named(gpu, gpus)
+    card_of_gpu = gpu_named(gpu, gpus, calibration)
     if report_ is not None:
         from maniple.plan import html_report
 
@@ -79,7 +83,8 @@ def job(
         print(f"maniple: {pipeline_trace}: {number} micro-batches of the pipeline", file=sys.stderr)
     if report_ is not None:
         words = ["maniple", "plan", model, "--gpus", str(gpus), "--gpu", gpu]
-        words += [] if config is None else ["--config", str(config)]
+        for option, file in (("--config", config), ("--calibration", calibration)):
+            words += [] if file is None else [option, str(file)]
         for text in [*(set_ or []), *(f"{key}={value}" for key, value in assumed.items())]:
             words += ["--set", text]
         asked = html_report.Asked(config_, card, card_of_gpu, gpus, imbalance, words, assumed)
@@ -114,15 +119,15 @@ def job(
     print(plan.verdict)
 
 
-def gpu_named(name: str, count: int = 1):
-    """A card by its name, or by a beginning that only one has, of which a job has `count`."""
-    from maniple.hardware import list_gpus, load_gpu
+def gpu_named(name: str, count: int = 1, calibration: Path | None = None):
+    """A card by its name, or by a beginning that only one has, of which a job has `count`; with a calibration of it."""
+    from maniple.hardware import list_gpus, load_gpu, with_calibration
 
     meant = [known for known in list_gpus() if known.startswith(name.lower())]
     card = load_gpu(meant[0] if name and len(meant) == 1 else name)
     if count < 1:
         raise UserError(f"--gpus {count}: a job has at least one GPU")
-    return card
+    return card if calibration is None else with_calibration(card, calibration)
 
 
 def _with_batch(loaded, gpus: int) -> tuple[Any, dict[str, Any]]:

@@ -15,7 +15,14 @@ from maniple.hardware.calibration import with_calibration
 from maniple.hardware.card import GPU, Attained, Dtype, Link
 
 __all__ = [
-    *("GPU", "Attained", "Dtype", "Link", "list_gpus", "load_gpu", "lookup", "measure_cpu_peak"),
+    "GPU",
+    "Attained",
+    "Dtype",
+    "Link",
+    "list_gpus",
+    "load_gpu",
+    "lookup",
+    "measure_cpu_peak",
     "with_calibration",
 ]
 

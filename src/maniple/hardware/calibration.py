@@ -74,6 +74,7 @@ class Calibration(_Figures):
     sources: dict[str, str] = Field(description="SHA-256 of each operation's kernels")
     measured: tuple[Measurement, ...] = Field(min_length=1)
     not_measured: dict[str, str] = Field({}, description="`group name`, and why not")
+    file: str = Field("", exclude=True, description="where it was read")
 
     @model_validator(mode="after")
     def _whole(self) -> Calibration:
@@ -133,7 +134,9 @@ class Calibration(_Figures):
             # a card's figure may hold the quantization of operands, and these do not
             apart = tuple(recipe for recipe in old.with_quantization if f"{recipe}_forward" not in shares)
             changed[group] = Shares(
-                shares=old.shares | shares, source=self.provenance, with_quantization=apart if group == "grouped" else ()
+                shares=old.shares | shares,
+                source=self.provenance,
+                with_quantization=apart if group == "grouped" else (),
             )
         changed["borrowed"] = {group: card for group, card in efficiency.borrowed.items() if group not in changed}
         gap = self.gap_microseconds
@@ -173,4 +176,4 @@ def with_calibration(gpu: GPU, file: Path) -> GPU:
         calibration.shares(gpu)
     except UserError as error:
         raise UserError(f"--calibration {file}: {error}") from None
-    return gpu.model_copy(update={"calibration": calibration})
+    return gpu.model_copy(update={"calibration": calibration.model_copy(update={"file": str(file)})})

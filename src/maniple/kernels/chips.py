@@ -17,6 +17,13 @@ def chip() -> str:
     return f"sm_{major}{minor}"
 
 
+def target(tensor: torch.Tensor) -> str:
+    """What launch descriptions call the place where a kernel of `tensor` runs."""
+    if tensor.device.type == "cpu":
+        return "interpreter"
+    return "amd" if torch.version.hip else "nvidia"
+
+
 def no_triton() -> str | None:
     """Why Triton's kernels cannot run; None if they can."""
     return None if importlib.util.find_spec("triton") else "needs the triton package, and it is not installed"

@@ -46,7 +46,7 @@ _FAMILIES = {
 
 @dataclass(frozen=True)
 class Asked:
-    """The job that a report is of. words: the command that plans it, without `--imbalance`, with all that it assumed."""
+    """The job that a report is of. words: the command that plans it, with what it assumed and without `--imbalance`."""
 
     config: TrainConfig
     card: ModelCard
@@ -109,7 +109,6 @@ def data_of(asked: Asked, progress: Callable[[int, int], None] = lambda done, to
         "gpu": gpu.name,
         "gpus": asked.world_size,
         "capacity": gpu.memory_bytes,
-        "peak": gpu.peak_flops("bf16"),
         "batch": config.train.global_batch_size,
         "sequence": config.data.sequence_length,
         "assumed": {key: str(value) for key, value in asked.assumed.items()},
@@ -129,7 +128,7 @@ def _cell(asked: Asked, cell: what_if.Cell) -> dict[str, Any]:
         return {"why": cell.why}
     where, tight = plan.placement, plan.tightest
     return {
-        "command": shlex.join([*asked.words, *what_if.as_words(cell.sets), "--imbalance", cell.imbalance]),
+        "command": _command([*asked.words, *what_if.as_words(cell.sets), "--imbalance", cell.imbalance]),
         "fits": plan.fits,
         "verdict": plan.verdict,
         "layout": (
@@ -163,12 +162,17 @@ def _cell(asked: Asked, cell: what_if.Cell) -> dict[str, Any]:
     }
 
 
+def _command(words: Sequence[str]) -> str:
+    """For a shell, an option a line."""
+    return "".join(
+        f" \\\n  {shlex.quote(word)}" if word.startswith("--") else f" {shlex.quote(word)}" for word in words
+    )[1:]
+
+
 def timeline(asked: Asked) -> dict[str, Any]:
     """The simulated pipeline. A rank's passes are a flat list of three integers each: microseconds since the one before
     ended, which of `passes` it is, its first micro-batch (and in a slot of two passes the second's)."""
-    job = make_job(
-        asked.config, asked.card, asked.gpu, asked.world_size, imbalance=Imbalance.parse(asked.imbalance)
-    )
+    job = make_job(asked.config, asked.card, asked.gpu, asked.world_size, imbalance=Imbalance.parse(asked.imbalance))
     where = job.place
     number = where.micro_batches
     if 2 * len(where.stages) * number > MOST_SPANS:
@@ -212,7 +216,7 @@ def timeline(asked: Asked) -> dict[str, Any]:
     }
 
 
-def _exposed(tasks: list[tuple[str, StageCost]], seconds: float) -> float:
+def _exposed(tasks: Sequence[tuple[str, StageCost]], seconds: float) -> float:
     """The share of a slot that waits for token exchange: what is left of it beside the other work of its passes."""
     work = 0.0
     for kind, cost in tasks:
@@ -228,9 +232,7 @@ def _exposed(tasks: list[tuple[str, StageCost]], seconds: float) -> float:
 def _scaling(asked: Asked) -> dict[str, Any]:
     sizes = scaling.sizes(asked.world_size, SCALES * asked.world_size)
     uneven = Imbalance.parse(asked.imbalance)
-    curves = [
-        scaling.scale(asked.config, asked.card, asked.gpu, sizes, kind, uneven) for kind in ("weak", "strong")
-    ]
+    curves = [scaling.scale(asked.config, asked.card, asked.gpu, sizes, kind, uneven) for kind in ("weak", "strong")]
     return {
         "points": [[point.as_json() for point in points] for points in curves],
         "bends": [scaling.bend(points) for points in curves],
@@ -246,7 +248,8 @@ def page(data: dict[str, Any]) -> str:
     style = _part("report.css")
     script = "\n".join(_part(name) for name in ("charts.js", "timeline.js", "report.js"))
     # the browser runs this script and no other, and loads nothing
-    policy = f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; img-src data:"
+    policy = f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; img-src data:; "
+    policy += "base-uri 'none'; form-action 'none'"
     own = data["cells"][data["own"]]
     fields = {
         "title": html.escape(f"{data['model']} on {data['gpus']:,} × {data['gpu']}"),

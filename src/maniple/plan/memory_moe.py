@@ -123,9 +123,17 @@ def _experts(tape: Tape, z: Shapes, rows: int, one: int) -> None:
             list(keeps) or ["rows", "gate_up"],
             extra=z.S * 4,
             backward=2 * one + back,
+            weight_first=True,
         )
         keeps, back = _in_pages(z, {"act": one})
-        tape.op("routed_experts", ["act"], {"out": rows} | keeps, list(keeps) or ["act"], backward=back)
+        tape.op(
+            "routed_experts",
+            ["act"],
+            {"out": rows} | keeps,
+            list(keeps) or ["act"],
+            backward=back,
+            weight_first=True,
+        )
         return
     padded = z.S + (z.local_experts - 1) * 128  # each group's rows to whole blocks
     width, q = z.expert_ffn, tape.quantized

@@ -66,7 +66,7 @@ def fullest_moment(
     middle = 0 < rank < where.pipeline - 1 or where.chunks > 1
     overlapped = config.moe.overlap_exchange
     flying: list[int] = []  # chunks of the passes that wait for their backward
-    messages = 0
+    flying_bytes = messages = 0
     order = passes(where, rank, overlapped=overlapped)
     beside: Chunk | None = None
     known: dict[tuple, tuple[int, str, Counter[str]]] = {}  # of passes, which are all alike
@@ -74,6 +74,7 @@ def fullest_moment(
         chunk = chunks[each.chunk]
         if not each.forward:
             flying.remove(each.chunk)
+            flying_bytes -= sizes[each.chunk]
             messages = 2 * one if where.pipeline > 1 else 0
             if beside is not None:  # it ran with the one before
                 beside = None
@@ -81,19 +82,22 @@ def fullest_moment(
         elif overlapped and number + 1 < len(order) and not order[number + 1].forward:
             # whose backward pass runs with this forward pass; one that has just run has none to run beside
             beside = chunks[order[number + 1].chunk] if order[number + 1].chunk in flying else None
-        waiting = list(flying)
-        if beside is not None:
-            waiting.remove(order[number + 1].chunk)
-        others = sum(sizes[index] for index in waiting) + messages * (2 if each.forward and middle else 1)
-        what = (each.chunk, each.forward, None if beside is None else order[number + 1].chunk)
+        partner = None if beside is None else order[number + 1].chunk
+        others = flying_bytes - (0 if partner is None else sizes[partner])
+        others += messages * (2 if each.forward and middle else 1)
+        what = (each.chunk, each.forward, partner)
         if what not in known:
             known[what] = _pass(chunk, each.forward) if beside is None else _both(chunk, beside)
         most, moment, own = known[what]
         if others + most > best:
             direction = "forward" if each.forward else "backward"
+            waiting = list(flying)
+            if partner is not None:
+                waiting.remove(partner)
             best, said, fullest, in_flight = others + most, f"{direction}, {moment}", (own, waiting), len(flying) + 1
         if each.forward:
             flying.append(each.chunk)
+            flying_bytes += sizes[each.chunk]
     parts = Counter(fullest[0])
     for index in fullest[1]:
         parts.update(kept[index])

@@ -230,12 +230,16 @@ def norm_passes(machine: Machine, elements: float) -> Passes:
     return passes
 
 
-def head_passes(machine: Machine, card: ModelCard, tokens: float, vocabulary: float) -> Passes:
-    """Output head and loss over `vocabulary` columns on this rank: bf16 products, logits read and written in fp32."""
+def head_passes(machine: Machine, card: ModelCard, tokens: float, vocabulary: float, loss: str) -> Passes:
+    """Output head and loss (`train.loss`) over `vocabulary` columns on this rank: bf16 products; "logits" also reads and
+    writes them in fp32, "fused" makes them a second time."""
     passes = Passes()
     passes.linear(machine, "head", tokens, vocabulary, card.hidden_size, "bf16")
     logits = tokens * vocabulary
-    passes.add("loss", machine.elementwise(14 * logits), machine.elementwise(6 * logits))
+    forward, backward = (14, 6) if loss == "logits" else (2, 4)  # bytes: read; read and written
+    passes.add("loss", machine.elementwise(forward * logits), machine.elementwise(backward * logits))
+    if loss == "fused":
+        passes.add("head", 0.0, machine.matmul(tokens, vocabulary, card.hidden_size, "bf16"))
     _norm(machine, passes, tokens * card.hidden_size)
     return passes
 
@@ -243,14 +247,14 @@ def head_passes(machine: Machine, card: ModelCard, tokens: float, vocabulary: fl
 def optimizer_seconds(
     machine: Machine, parameters: float, grad_bytes: int, main_bytes: int, moment_bytes: int
 ) -> float:
-    """Adam, with the gradients' norm. In other types than fp32 it is another implementation."""
+    """Adam, with the gradients' norm. States in bf16 are rounded at random, which is work too."""
     kind = "adamw_fp32" if main_bytes == moment_bytes == 4 else "adamw_bf16"
     speed = machine.gpu.memory_bytes_per_s * machine.efficiency.memory.first(kind, "copy")
     return parameters * optimizer_bytes(grad_bytes, main_bytes, moment_bytes) / speed
 
 
 def optimizer_bytes(grad_bytes: int, main_bytes: int, moment_bytes: int) -> int:
-    """Of a parameter: main parameter and moments read and written, gradient read for norm and update, weight written."""
+    """Of a parameter: main one and moments read and written, gradient read for norm and update, weight written."""
     return 2 * main_bytes + 4 * moment_bytes + 2 * grad_bytes + (2 if main_bytes == 4 else 0)
 
 

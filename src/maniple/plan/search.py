@@ -15,7 +15,7 @@ from maniple.config.schema import TrainConfig
 from maniple.errors import UserError
 from maniple.hardware.card import GPU
 from maniple.models.card import ModelCard
-from maniple.plan import memory, search_space
+from maniple.plan import memory, search_space, search_stages
 from maniple.plan.imbalance import Imbalance
 from maniple.plan.memory import RankMemory
 from maniple.plan.profile import MANIPLE
@@ -48,6 +48,19 @@ class Costed:
 
 
 @dataclass(frozen=True)
+class Programs:
+    """What integer programs did. found: layouts of theirs that fit; models: what their linear models said of each,
+    seconds of the pipeline and bytes of the fullest rank; before: the best without them. missing: where nothing fits,
+    bytes that the nearest still lacks if its layers are cut and computed again in any way, by its linear model."""
+
+    tried: search_stages.Tried
+    found: tuple[Costed, ...]
+    models: Mapping[Layout, tuple[float, float]]
+    before: Costed | None
+    missing: float | None
+
+
+@dataclass(frozen=True)
 class Found:
     """What a search says.
 
@@ -68,6 +81,7 @@ class Found:
     looked_at: int
     costed: int
     pruned: Mapping[str, int]
+    programs: Programs | None
 
 
 @dataclass(frozen=True)
@@ -94,28 +108,43 @@ def search(
     imbalance: Imbalance | None = None,
     ceilings: Collection[float] = CEILINGS,
     refine: bool = True,
+    program: bool = True,
 ) -> Found:
     """The best layout of `config` on `world_size` GPUs: TP, PP, chunks and stages, EP, micro-batch, recomputation.
 
     held: dotted keys of these that stay as the job has them (`parallel.tensor_parallel_size`); CP and ETP always do.
     refine: if best or second compute whole layers again, then the fewest of each rank that fit (`search_recompute`),
-    where that is a hundredth faster. Raises UserError, in one line, if no layout is legal.
+    where that is a hundredth faster. program: then stages of any sizes and recomputed layers one by one, by integer
+    programs (`search_stages`), where their layouts are faster. Raises UserError, in one line, if no layout is legal.
     """
     costing = _Costing(config, card, gpu, world_size, imbalance or Imbalance())
     whole = gpu.memory_bytes
-    every, pruned, smallest = _bounded(costing, whole, held)
+    pruned: Counter[str] = Counter()
+    legal = legal_layouts(config, card, gpu, world_size, held, pruned)
+    bounds = _bounds(costing, legal[0][0])
+    every, smallest = _bounded(bounds, legal, whole, pruned)
     looked_at = len(every) + sum(pruned.values())
     every.sort(key=lambda one: one.seconds)
     best, second = _fastest(costing, every, whole, pruned, two=True)
     if refine and best is not None:
         refined = [_refined(costing, one) for one in (best, second) if one is not None]
         best, second, *_ = *sorted(refined, key=lambda one: one.time.seconds), None
+    programs = None
+    if program:
+        stages_held, overlapped = "parallel.pipeline_layout" in held, config.moe.overlap_exchange
+        shapes = search_stages.shapes_to_try(legal, stages_held=stages_held, overlapped=overlapped)
+        programs = _programs(costing, bounds, shapes, best)
+        best, second = _two([*(one for one in (best, second) if one is not None), *programs.found])
     pareto = [] if best is None else [best]
     for share in sorted(ceilings, reverse=True) if best is not None else ():
         top, _ = _fastest(costing, every, round(share * whole))
         if top is not None and top.memory.total < pareto[-1].memory.total:
             pareto.append(top)
     nearest = _smallest(costing, every, smallest) if best is None else None
+    if nearest is not None and programs is not None:
+        alike = [shape for shape in shapes if shape.is_of(nearest.layout)]
+        some = [search_stages.least_missing(bounds, shape, whole, costing.ranks) for shape in alike]
+        programs = replace(programs, missing=min((one for one in some if one is not None), default=None))
     costed = 0 if best is None else sum(one.layout in costing.times for one in every)
     if best is not None:
         pruned[_SLOWER] = looked_at - sum(pruned.values()) - costed
@@ -131,6 +160,7 @@ def search(
         looked_at,
         costed,
         {reason: number for reason, number in pruned.items() if number},
+        programs,
     )
 
 
@@ -160,9 +190,13 @@ class _Costing:
         return Costed(layout, config, where, self.memory(layout), self.times[layout])
 
 
+# a layout, where its layers are, and what it can compute again
+Legal = tuple[Layout, Placement, list[search_space.Recompute | None]]
+
+
 def legal_layouts(
     config: TrainConfig, card: ModelCard, gpu: GPU, world_size: int, held: Collection[str], refused: Counter[str]
-) -> list[tuple[Layout, Placement, list[search_space.Recompute | None]]]:
+) -> list[Legal]:
     """Each with where its layers are and what it can compute again; counts those that `config.check` refuses."""
     out = []
     reason = ""
@@ -188,23 +222,22 @@ def legal_layouts(
     return out
 
 
-def _bounded(
-    costing: _Costing, ceiling: int, held: Collection[str]
-) -> tuple[list[_Bounded], Counter[str], list[_Bounded]]:
-    """Legal layouts that could fit, with their bounds; how many were left out and why; those of them that need least,
-    should nothing fit."""
-    config, card, gpu = costing.config, costing.card, costing.gpu
-    pruned: Counter[str] = Counter()
-    legal = legal_layouts(config, card, gpu, costing.world_size, held, pruned)
-    first = legal[0][0]
+def _bounds(costing: _Costing, first: Layout) -> Bounds:
     job = make_job(
-        replace(first, recompute=search_space.Recompute()).applied(config),
-        card,
-        gpu,
+        replace(first, recompute=search_space.Recompute()).applied(costing.config),
+        costing.card,
+        costing.gpu,
         costing.world_size,
         imbalance=costing.imbalance,
     )
-    bounds = Bounds(config, card, gpu, job, costing.profile, costing.imbalance)
+    return Bounds(costing.config, costing.card, costing.gpu, job, costing.profile, costing.imbalance)
+
+
+def _bounded(
+    bounds: Bounds, legal: list[Legal], ceiling: int, pruned: Counter[str]
+) -> tuple[list[_Bounded], list[_Bounded]]:
+    """Legal layouts that could fit, with their bounds, and those that need least, should nothing fit; counts in
+    `pruned` how many were left out and why."""
     out: list[_Bounded] = []
     smallest: list[_Bounded] = []
     for layout, where, kinds in legal:
@@ -221,7 +254,7 @@ def _bounded(
                 smallest.append(_Bounded(0.0, size, one))
             else:
                 out.append(_Bounded(bounds.seconds(one, where), size, one))
-    return out, pruned, smallest
+    return out, smallest
 
 
 def _fastest(
@@ -259,6 +292,28 @@ def _refined(costing: _Costing, one: Costed) -> Costed:
         return one
     fewer = costing.full(layout)
     return fewer if fewer.time.seconds < (1 - _WORTH) * one.time.seconds else one
+
+
+def _programs(costing: _Costing, bounds: Bounds, shapes: list[search_stages.Shape], best: Costed | None) -> Programs:
+    tried = search_stages.improve(
+        bounds,
+        shapes,
+        costing.gpu.memory_bytes,
+        costing.ranks,
+        float("inf") if best is None else best.time.seconds,
+        lambda layout: costing.full(layout).time.pipeline_seconds,
+        0.0 if best is None else best.time.seconds - best.time.pipeline_seconds,
+    )
+    found = tuple(costing.full(one.layout) for one in tried.fits)
+    models = {one.layout: (one.model_seconds, one.model_bytes) for one in tried.fits}
+    return Programs(tried, found, models, best, None)
+
+
+def _two(costed: list[Costed]) -> tuple[Costed | None, Costed | None]:
+    """The fastest, and the fastest of another shape. What comes first in the list is taken of two alike."""
+    best = min(costed, key=lambda one: one.time.seconds, default=None)
+    others = [one for one in costed if best is not None and one.layout.shape != best.layout.shape]
+    return best, min(others, key=lambda one: one.time.seconds, default=None)
 
 
 def _smallest(costing: _Costing, every: list[_Bounded], pruned: list[_Bounded]) -> Costed | None:

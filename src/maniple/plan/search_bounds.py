@@ -2,7 +2,9 @@
 and `time.estimate` say, close to it, and cost far less.
 
 Time: a rank begins when the stages before its first have run once, works through all micro-batches, and the stages
-before it run backward once more; then the first rank's gradients, the optimizer, the parameters. Memory: the states,
+before it run backward once more. With one chunk a rank, its first backward pass waits for the first micro-batch to go
+to the end and back, and by then p - r forward passes have run. Then the first rank's gradients, the optimizer, the
+parameters. Memory: the states,
 and what layers keep for backward when the rank's first backward pass begins.
 """
 
@@ -60,6 +62,7 @@ class Bounds:
         self._sums: dict[tuple, tuple[_Sums, _Sums, dict[Stage, StageCost]]] = {}
         self._caches: dict[tuple, dict] = {}
         self._states: dict[tuple, tuple[list[parameters.RankParameters], list[int]]] = {}
+        self._configs: dict[int, TrainConfig] = {}
         self._layers: dict[tuple, list[tuple[StageCost, int]]] = {}
 
     def states(self, layout: Layout, where: Placement) -> list[int]:
@@ -116,26 +119,37 @@ class Bounds:
                 back += cost.backward + cost.weight - hidden * (cost.exchange_forward + cost.exchange_backward)
             forward.append(ahead)
             backward.append(back)
-        job, send = self._job(layout, where), self.send_seconds(layout, where)
+        job = self._job(layout, where)
+        send = job.network.send_seconds(job.boundary_bytes, where.world_size // where.pipeline)
         pipeline = before = 0.0
+        around = sum(forward) + sum(backward) + 2 * (where.pipeline - 1) * send
         for rank in range(where.pipeline):
             busy = sum(forward[rank :: where.pipeline]) + sum(backward[rank :: where.pipeline])
             pipeline = max(pipeline, before + where.micro_batches * busy)
             before += forward[rank] + backward[rank] + (0.0 if overlapped else 2 * send)
+            if where.chunks == 1 and not overlapped:
+                rest = where.micro_batches - min(where.micro_batches, where.pipeline - rank)
+                sends = ((rank > 0) + (rank < where.pipeline - 1)) * send
+                mine = (where.micro_batches - 1) * backward[rank] + rest * (forward[rank] + sends)
+                pipeline = max(pipeline, around + mine)
         counts, states = self._of_ranks(layout, where)
         ends_of = []
         for rank in {0, max(range(where.pipeline), key=states.__getitem__)}:
-            mine = [
+            stages = [
                 StageCost(forward[index], backward[index]) for index in range(rank, len(where.stages), where.pipeline)
             ]
             dense, experts = sum(counts[rank].dense.values()), sum(counts[rank].experts.values())
-            reduce, gather, update = data_parallel(job, dense, experts, mine)
+            reduce, gather, update = data_parallel(job, dense, experts, stages)
             # the first rank's last backward pass is the last of all
             ends_of.append((reduce if rank == 0 and not hidden else 0.0, gather if not hidden else 0.0, update))
         return pipeline + sum(max(column) for column in zip(*ends_of, strict=True))
 
     def _job(self, layout: Layout, where: Placement) -> Job:
-        return replace(self.job, config=layout.applied(self.config), place=where)
+        """Of the layout's sizes and place; all else is the job's own."""
+        if layout.micro_batch not in self._configs:
+            train = self.config.train.model_copy(update={"micro_batch_size": layout.micro_batch})
+            self._configs[layout.micro_batch] = self.config.model_copy(update={"train": train})
+        return replace(self.job, config=self._configs[layout.micro_batch], place=where)
 
     def send_seconds(self, layout: Layout, where: Placement) -> float:
         """Of a message from a stage to the next."""

@@ -116,17 +116,21 @@ class Linear:
         return self.micro_batches // self.pipeline
 
     def seconds(self, cut: Cut) -> float:
-        """Of the pipeline. With one chunk a rank: the rank that ends last, had it not to wait for others once it has
-        begun, which is a bound. With more: if in every turn all ranks waited for the one that takes longest; before
-        the first turn all chunks but one have gone forward, after the last they go backward."""
+        """Of the pipeline, as if no rank waited once its first backward pass has begun (one chunk a rank: a bound), or
+        as if in every turn of an interleaved pipeline all ranks waited for the one that takes longest.
+
+        One chunk: a rank's first backward pass comes when the first micro-batch has gone to the end and back to it,
+        and by then p - r forward passes have run; from then on it has the others to run, and the ranks before it one
+        more backward pass each. More chunks: first all of them but the last go forward, at the end all but the last
+        go backward, and the ranks begin one after the other, where chunks differ by the largest.
+        """
         work = self.work(cut)
-        most = before = 0.0
-        for rank in range(self.pipeline):
-            busy = sum(map(sum, work[rank :: self.pipeline])) + self.sends[rank]
-            most = max(most, before + self.micro_batches * busy)
-            if rank < self.pipeline - 1:
-                before += sum(work[rank]) + self.travel
         if self.chunks == 1:
+            number, most = self.micro_batches, 0.0
+            around = sum(map(sum, work)) + (self.pipeline - 1) * self.travel
+            for rank, (ahead, back) in enumerate(work):
+                rest = number - min(number, self.pipeline - rank)
+                most = max(most, around + (number - 1) * back + rest * ahead + rest * self.sends[rank])
             return most
         longest = [0.0] * self.chunks
         for turn, rank, ahead, back in self.pairs():
@@ -134,10 +138,13 @@ class Linear:
             pair += 0.0 if ahead is None else work[ahead * self.pipeline + rank][0]
             longest[turn] = max(longest[turn], pair)
         turns = self.groups * longest[0] + (self.groups - 1) * sum(longest[1:])
-        for chunk in range(self.chunks - 1):
+        begun = 0.0
+        for chunk in range(self.chunks):
             alike = work[chunk * self.pipeline : (chunk + 1) * self.pipeline]
-            turns += max(ahead for ahead, _ in alike) + max(back for _, back in alike)
-        return max(most, before + self.pipeline * turns)
+            begun = max(begun, sum(map(sum, alike[:-1])) + (self.pipeline - 1) * self.travel)
+            if chunk < self.chunks - 1:
+                turns += max(ahead for ahead, _ in alike) + max(back for _, back in alike)
+        return begun + self.pipeline * turns
 
     def sizes(self, cut: Cut) -> list[float]:
         """Bytes of each rank."""
@@ -161,24 +168,25 @@ class Linear:
         model = self.sizes(cut)
         return replace(
             self,
-            constant=tuple(
-                known + size - said for known, size, said in zip(self.constant, sizes, model, strict=True)
-            ),
+            constant=tuple(known + size - said for known, size, said in zip(self.constant, sizes, model, strict=True)),
         )
 
     def is_legal(self, cut: Cut) -> bool:
         """Whether the stages, in order, hold all units in order, and each something."""
         for index, run in enumerate(self.runs):
             column = [held[index] for held in cut.held]
-            if sum(column) != run.length or any(count and stage not in run.stages for stage, count in enumerate(column)):
+            if sum(column) != run.length or any(
+                count and stage not in run.stages for stage, count in enumerate(column)
+            ):
                 return False
             later = [stage for stage, held in enumerate(cut.held) if any(held[index + 1 :])]
             if later and any(column[min(later) + 1 :]):
                 return False
         if any(not any(held) for held in cut.held[:-1]) or not cut.held[0][0]:
             return False
-        pairs = zip(cut.held, cut.again, strict=True)
-        return all(0 <= twice <= (number if self.recomputes else 0) for pair in pairs for number, twice in zip(*pair))
+        held, again = itertools.chain(*cut.held), itertools.chain(*cut.again)
+        most = (number if self.recomputes else 0 for number in held)
+        return all(0 <= twice <= number for number, twice in zip(most, again, strict=True))
 
     def cut_of(self, where: Placement, recomputed: Sequence[int]) -> Cut:
         """Of a placement whose layers with these numbers are computed again."""
@@ -187,9 +195,7 @@ class Linear:
             counts.append(
                 tuple(
                     tuple(
-                        sum(
-                            unit[0] in holds and (numbers is None or numbers.issuperset(unit)) for unit in run.units
-                        )
+                        sum(unit[0] in holds and (numbers is None or numbers.issuperset(unit)) for unit in run.units)
                         for run in self.runs
                     )
                     for holds in map(_numbers(self), where.stages)
@@ -328,8 +334,6 @@ def _moments(where: Placement, rank: int, overlapped: bool, message: float) -> t
             flying[each.chunk] -= 1
     largest: list[tuple[tuple[int, ...], float]] = []
     for waiting, beside in sorted(seen, key=lambda one: (-sum(one[0]), -one[1])):
-        if not any(
-            beside <= more and all(map(int.__le__, waiting, others)) for others, more in largest
-        ):
+        if not any(beside <= more and all(map(int.__le__, waiting, others)) for others, more in largest):
             largest.append((waiting, beside))
     return tuple(Moment(*one) for one in largest)

@@ -18,10 +18,9 @@ from maniple.plan.search_linear import Cut, Linear
 if TYPE_CHECKING:
     import highspy
 
-_NODES = 100
+NODES = 100
 _GAP = 1e-3  # share of the time that a better solution has to save to be looked for
 _UNIT = 2.0**30  # bytes, so that all numbers are of like size
-_FOREVER = 60.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ def solve(
     relaxed: bool = False,
     fixed: Cut | None = None,
     start: Cut | None = None,
-    nodes: int = _NODES,
+    nodes: int = NODES,
 ) -> Solution | None:
     """The cut that takes least time, None where no cut fits.
 
@@ -107,21 +106,21 @@ def _columns(program: _Program, linear: Linear, fixed: Cut | None) -> _Columns:
 
 
 def _order(program: _Program, linear: Linear, columns: _Columns) -> None:
-    for index, run in enumerate(linear.runs):
-        program.row({columns.held[stage, index]: 1.0 for stage in range(linear.stages)}, run.length, run.length)
+    last = linear.stages - 1
+    until: dict[tuple[int, int], int] = {}  # how many units of a run this stage and those before hold
     for stage in range(linear.stages):
-        if stage < linear.stages - 1:
+        if stage < last:
             program.row({columns.held[stage, index]: 1.0 for index in range(len(linear.runs))}, least=1.0)
         for index, run in enumerate(linear.runs):
+            until[stage, index] = program.column(0 if stage < last else run.length, run.length)
+            sums = {until[stage, index]: 1.0, columns.held[stage, index]: -1.0}
+            program.row(sums | ({until[stage - 1, index]: -1.0} if stage else {}), 0.0, 0.0)
             if linear.recomputes:
                 program.row({columns.again[stage, index]: 1.0, columns.held[stage, index]: -1.0}, most=0.0)
-            if index + 1 == len(linear.runs):
-                continue
-            until = {columns.held[before, index]: 1.0 for before in range(stage + 1)}
-            program.row(until | {columns.ended[stage, index]: -float(run.length)}, least=0.0)
-            following = linear.runs[index + 1].length
-            until = {columns.held[before, index + 1]: 1.0 for before in range(stage + 1)}
-            program.row(until | {columns.ended[stage, index]: -float(following)}, most=0.0)
+            if index:
+                ended = columns.ended[stage, index - 1]
+                program.row({until[stage, index - 1]: 1.0, ended: -float(linear.runs[index - 1].length)}, least=0.0)
+                program.row({until[stage, index]: 1.0, ended: -float(run.length)}, most=0.0)
 
 
 def _memory(program: _Program, linear: Linear, columns: _Columns, *, free: bool) -> int:
@@ -155,33 +154,34 @@ def _time(program: _Program, linear: Linear, columns: _Columns) -> int:
                 weights[column] = weights.get(column, 0.0) + value
         return forward * linear.forward[stage] + backward * linear.backward[stage]
 
-    number = linear.micro_batches
-    before: dict[int, float] = {}
-    begun = 0.0
-    for rank in range(linear.pipeline):
-        weights, there = dict(before), begun + number * linear.sends[rank]
-        for stage in range(rank, linear.stages, linear.pipeline):
-            there += add(weights, stage, number, number)
-        program.row(weights | {seconds: -1.0}, most=-there)
-        if rank < linear.pipeline - 1:
-            begun += add(before, rank, 1, 1) + linear.travel
-    if linear.chunks > 1:
-        longest = {turn: program.column(0.0, None) for turn, *_ in linear.pairs()}
-        for turn, rank, ahead, back in linear.pairs():
-            pair: dict[int, float] = {}
-            there = add(pair, back * linear.pipeline + rank, 0, 1)
-            there += 0.0 if ahead is None else add(pair, ahead * linear.pipeline + rank, 1, 0)
-            program.row(pair | {longest[turn]: -1.0}, most=-there)
-        turns = {column: float(linear.groups - (turn > 0)) for turn, column in longest.items()}
-        for chunk, forward in itertools.product(range(linear.chunks - 1), (0, 1)):
-            most = program.column(0.0, None)
-            turns[most] = 1.0
-            for stage in range(chunk * linear.pipeline, (chunk + 1) * linear.pipeline):
-                one: dict[int, float] = {}
-                there = add(one, stage, forward, 1 - forward)
-                program.row(one | {most: -1.0}, most=-there)
-        sums = {column: linear.pipeline * times for column, times in turns.items()}
-        program.row(before | sums | {seconds: -1.0}, most=-begun)
+    ranks, number = linear.pipeline, linear.micro_batches
+    around = (ranks - 1) * linear.travel
+    if linear.chunks == 1:
+        path: dict[int, float] = {}
+        around += sum(add(path, rank, 1, 1) for rank in range(ranks))
+        for rank in range(ranks):
+            weights, rest = dict(path), number - min(number, ranks - rank)
+            there = around + rest * linear.sends[rank] + add(weights, rank, rest, number - 1)
+            program.row(weights | {seconds: -1.0}, most=-there)
+        return seconds
+    longest = {turn: program.column(0.0, None) for turn, *_ in linear.pairs()}
+    for turn, rank, ahead, back in linear.pairs():
+        pair: dict[int, float] = {}
+        there = add(pair, back * ranks + rank, 0, 1)
+        there += 0.0 if ahead is None else add(pair, ahead * ranks + rank, 1, 0)
+        program.row(pair | {longest[turn]: -1.0}, most=-there)
+    turns = {column: float(ranks * (linear.groups - (turn > 0))) for turn, column in longest.items()}
+    for chunk, forward in itertools.product(range(linear.chunks - 1), (0, 1)):
+        most = program.column(0.0, None)
+        turns[most] = float(ranks)
+        for stage in range(chunk * ranks, (chunk + 1) * ranks):
+            one: dict[int, float] = {}
+            there = add(one, stage, forward, 1 - forward)
+            program.row(one | {most: -1.0}, most=-there)
+    for chunk in range(linear.chunks):
+        begun: dict[int, float] = {}
+        there = around + sum(add(begun, chunk * ranks + rank, 1, 1) for rank in range(ranks - 1))
+        program.row(begun | turns | {seconds: -1.0}, most=-there)
     return seconds
 
 
@@ -215,21 +215,30 @@ class _Program:
         import highspy
         import numpy as np
 
-        solver = highspy.Highs()
-        for option, value in (
-            ("output_flag", False),
-            ("threads", 1),
-            ("random_seed", 0),
-            ("mip_max_nodes", nodes),
-            ("mip_rel_gap", _GAP),
-            ("time_limit", _FOREVER),
-        ):
-            solver.setOptionValue(option, value)
-        solver.passModel(self._model(highspy, relaxed))
-        if start:
-            solver.setSolution(len(start), np.array(list(start)), np.array(list(start.values())))
-        solver.run()
-        status = solver.getModelStatus()
+        class Quiet(highspy.Highs):
+            def enableCallbacks(self) -> None:  # called at construction, when it would print who it is
+                self.setOptionValue("output_flag", False)
+                super().enableCallbacks()
+
+        failed = highspy.HighsModelStatus.kSolveError
+        for presolve in ("choose", "off"):  # HiGHS 1.16 fails to solve one in a hundred of these after its own presolve
+            solver = Quiet()
+            for option, value in (
+                ("threads", 1),
+                ("random_seed", 0),
+                ("presolve", presolve),
+                ("mip_max_nodes", nodes),
+                ("mip_rel_gap", _GAP),
+            ):
+                solver.setOptionValue(option, value)
+            solver.passModel(self._model(highspy, relaxed))
+            if start:
+                solver.setSolution(len(start), np.array(list(start)), np.array(list(start.values())))
+            solver.run()
+            status = solver.getModelStatus()
+            if status != failed:
+                break
+        assert status != failed, "HiGHS failed with presolve and without"
         proven = status == highspy.HighsModelStatus.kOptimal
         found = solver.getInfo().primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
         return (list(solver.getSolution().col_value), proven) if found else (None, proven)

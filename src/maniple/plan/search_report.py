@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -60,7 +61,24 @@ def as_json(found: Found) -> dict[str, Any]:
         "second": _costed(found.second),
         "pareto": [_costed(one) for one in found.pareto],
         "nearest": _costed(found.nearest),
+        "programs": _programs(found),
         "explanation": explanation(found),
+    }
+
+
+def _programs(found: Found) -> dict[str, Any] | None:
+    if found.programs is None:
+        return None
+    tried, before = found.programs.tried, found.programs.before
+    model = None if found.best is None else found.programs.models.get(found.best.layout)
+    return {
+        "relaxed": tried.relaxed,
+        "infeasible": tried.infeasible,
+        "solved": tried.solved,
+        "found": len(tried.fits),
+        "misfits": tried.misfits,
+        "best": model and {"pipeline_seconds": model[0], "memory": round(model[1])},
+        "before": _costed(before),
     }
 
 
@@ -73,6 +91,7 @@ def _costed(one: Costed | None) -> dict[str, Any] | None:
         "micro_batches": one.where.micro_batches,
         "tokens_per_second_per_gpu": one.tgs,
         "seconds": one.time.seconds,
+        "pipeline_seconds": one.time.pipeline_seconds,
         "mfu": one.time.mfu,
         "components": one.time.components,
         "memory": one.memory.total,
@@ -111,7 +130,7 @@ def explanation(found: Found) -> list[str]:
     if found.best is None:
         return _too_large(found)
     best, second = found.best, found.second
-    lines = [f"best: {said(best)}: {_speed(best)}"]
+    lines = [f"best: {said(best)}: {_speed(best)}", *_cut(best), *_of_programs(found)]
     if second is None:
         return [*lines, "no layout of another shape fits"]
     lines.append(f"second: {said(second)}: {_speed(second)}, {second.tgs / best.tgs - 1:+.1%}")
@@ -143,6 +162,48 @@ def said(one: Costed) -> str:
         f"recompute {_recompute(one)}",
     ]
     return ", ".join(words)
+
+
+def _cut(one: Costed) -> list[str]:
+    """`its stages hold 3·2×29·1·0m layers, 0-14, 17 computed again`: a number each, MTP layers as m."""
+    layers = one.config.recompute.layers
+    if one.layout.pipeline == 1 and not layers:
+        return []
+    held = [f"{len(stage.layers)}{'m' * len(stage.mtp)}" for stage in one.where.stages]
+    said = []
+    for number, alike in itertools.groupby(held):
+        times = len(list(alike))
+        said.append(number if times == 1 else f"{number}×{times}")
+    again = f"; recompute layers {_spans(layers)}" if layers else ""
+    return [f"stages {'·'.join(said)}{again}"]
+
+
+def _spans(numbers: Iterable[int]) -> str:
+    """`0-14, 17`"""
+    out = []
+    for _, span in itertools.groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]):
+        group = [number for _, number in span]
+        out.append(f"{group[0]}" if len(group) == 1 else f"{group[0]}-{group[-1]}")
+    return ", ".join(out)
+
+
+def _of_programs(found: Found) -> list[str]:
+    """What integer programs changed of the answer."""
+    programs, best = found.programs, found.best
+    if programs is None or best is None:
+        return []
+    tried, before = programs.tried, programs.before
+    counts = f"{tried.relaxed} shapes relaxed, {tried.solved} integer programs solved"
+    if best.layout not in programs.models:
+        return [f"stages and layers by integer program: {counts}, none is faster"]
+    seconds, size = programs.models[best.layout]
+    full = f"{best.time.pipeline_seconds:.3g} s, {binary_size(best.memory.total)}"
+    without = "nothing fits" if before is None else f"{before.time.seconds:.3g} s a step ({said(before)})"
+    return [
+        f"stages and layers by integer program: {counts}; pipeline and fullest rank of the best by its linear model "
+        f"{seconds:.3g} s, {binary_size(round(size))}, by the full plan {full}",
+        f"without programs: {without}",
+    ]
 
 
 def _recompute(one: Costed) -> str:
@@ -193,6 +254,14 @@ def _too_large(found: Found) -> list[str]:
         "of these "
         + ", ".join(f"{part} {size / 2**30:,.2f} GiB" for part, size in _parts(nearest.memory).items() if size),
     ]
+    programs = found.programs
+    if programs is not None:
+        tried = programs.tried
+        lines.append(
+            f"nor does another cut: {tried.too_large:,} of {tried.shapes:,} shapes are too large by states alone, and "
+            f"{tried.infeasible:,} of {tried.relaxed:,} others by their relaxed integer program"
+            + _missing(programs.missing, missing)
+        )
     config = nearest.config
     weight = 2 if config.precision.dtype == "bf16" else 4
     main = 4 if weight == 2 and config.optimizer.main_params_dtype == "fp32" else 0
@@ -205,6 +274,13 @@ def _too_large(found: Found) -> list[str]:
             f"at least {enough:,} GPUs"
         )
     return lines
+
+
+def _missing(least: float | None, missing: int) -> str:
+    """By the linear model of the smallest layout, if that is less than what it lacks."""
+    if not least or least >= (1 - _NOTHING) * missing:
+        return ""
+    return f"; with other stages the smallest would still lack {binary_size(round(least))}"
 
 
 def write_job(found: Found, file: Path, command: str) -> None:

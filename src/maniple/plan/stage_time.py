@@ -204,4 +204,4 @@ def _add(out: StageTime, job: Job, layer: int, recomputed: bool) -> None:
 
 def _head(job: Job) -> Passes:
     vocabulary = padded_vocabulary(job.card, job.config) / job.place.tensor
-    return operators.head_passes(job.machine, job.card, job.tokens, vocabulary)
+    return operators.head_passes(job.machine, job.card, job.tokens, vocabulary, job.config.train.loss)

@@ -22,6 +22,7 @@ class _Op:
     backward: int
     moves: tuple[str, ...]
     passes: str | None
+    weight_first: bool
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,12 @@ class Tape:
         backward: int = 0,
         moves: Sequence[str] | None = None,
         passes: str | None = None,
+        weight_first: bool = False,
     ) -> None:
         """Adds an operation. extra: bytes kept beside tensors that are named (statistics, indices); forward, backward:
         bytes that it needs while it runs; moves: those of `reads` that get a gradient, None: all. passes: the one of
-        them that, of a sum, keeps the incoming gradient's memory; the others share it.
+        them that, of a sum, keeps the incoming gradient's memory; the others share it. weight_first: the gradient of a
+        weight is made before those of `reads`, and what was computed again for it alone is gone by then.
         """
         writes = dict(writes or {})
         self.sizes.update(writes)
@@ -88,6 +91,7 @@ class Tape:
                 backward,
                 tuple(reads if moves is None else moves),
                 passes,
+                weight_first,
             )
         )
 
@@ -123,6 +127,9 @@ class Tape:
             if incoming:
                 fresh = {} if op.passes else {name: self._size(name) for name in op.moves}
                 now = sum(live.values()) + sum(grads.values()) + sum(fresh.values())
+                if op.weight_first:
+                    gone = sum(live[name] for name in op.keeps if name in self.forgets and kept_by[name] == 1)
+                    now -= min(gone, sum(fresh.values()))
                 # a second gradient is added to the first
                 summed = max((size for name, size in fresh.items() if name in grads), default=0)
                 most = max(most, now + op.backward, now + (0 if self.sums_in_place else summed))

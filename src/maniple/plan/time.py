@@ -132,9 +132,9 @@ def _assumptions(job: Job) -> Iterator[str]:
     if job.config.precision.dtype != "bf16":
         yield f"precision.dtype {job.config.precision.dtype}: timed as bf16"
     if (calibration := job.machine.gpu.calibration) is not None:
-        yield f"calibration: {calibration.provenance}; links: the card's"
+        yield f"calibration {calibration.file}: {calibration.provenance}; links are the card's"
         if calibration.not_measured:
-            yield f"calibration: {', '.join(calibration.not_measured)} not measured, and as without one"
+            yield f"calibration: not measured, and as without it: {', '.join(calibration.not_measured)}"
     for group, other in job.machine.efficiency.borrowed.items():
         yield f"{group}: {job.machine.gpu.name} has no figures of its own, and takes the shares of {other}"
 

@@ -7,10 +7,11 @@ are legal and their pipelines are short enough to simulate; what is not legal st
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import yaml
 
 from maniple.config.check import pipeline_stages
 from maniple.config.schema import RecomputeConfig, TrainConfig
@@ -25,7 +26,7 @@ from maniple.plan.time import StepTime, estimate
 
 MOST_PLANS = 120
 # slots of simulated pipelines, of all plans together: they are what takes time, a second each 50,000 or so
-MOST_SLOTS = 400_000
+MOST_SLOTS = 300_000
 
 Sets = Mapping[str, Any]  # dotted keys and their values, as `--set` takes them
 Where = tuple[int, ...]  # a place in the grid: an index into each axis' values
@@ -89,9 +90,10 @@ def grid(
     """
     place(config, card, world_size)
     legal = _Legal(config, card, world_size)
-    axes = _grown(list(_candidates(config, card, imbalance)), legal, most_plans, most_slots)
+    axes = _grown(list(_candidates(config, card, world_size, imbalance)), legal, most_plans, most_slots)
+    total = sum(not isinstance(legal(values), str) for values in _every(axes))
     cells: dict[Where, Cell] = {}
-    total = sum(isinstance(legal(values), tuple) for values in _every(axes))
+    done = 0
     for where, values in zip(_places(axes), _every(axes), strict=True):
         text = next(value.imbalance for value in values if value.imbalance is not None)
         found = legal(values)
@@ -100,9 +102,15 @@ def grid(
             continue
         sets, _ = found
         job, uneven = changed(config, sets), Imbalance.parse(text)
-        memory = memory_plan(job, card, gpu, world_size, uneven)
-        cells[where] = Cell(sets, text, memory, estimate(job, card, gpu, world_size, imbalance=uneven))
-        progress(sum(cell.memory is not None for cell in cells.values()), total)
+        try:
+            memory = memory_plan(job, card, gpu, world_size, uneven)
+            cells[where] = Cell(sets, text, memory, estimate(job, card, gpu, world_size, imbalance=uneven))
+        except UserError as error:  # what only the time model refuses
+            if where == tuple(axis.own for axis in axes):
+                raise
+            cells[where] = Cell(sets, text, why=str(error))
+        done += 1
+        progress(done, total)
     return Grid(tuple(axes), cells)
 
 
@@ -123,7 +131,11 @@ def _now(config: TrainConfig, key: str) -> Any:
 
 def as_words(sets: Sets) -> list[str]:
     """What to add to a command line."""
-    return [word for key, value in sets.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+
+    def text(value: Any) -> str:
+        return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+
+    return [word for key, value in sets.items() for word in ("--set", f"{key}={text(value)}")]
 
 
 # --- which jobs -------------------------------------------------------------------------------------------------------
@@ -166,7 +178,9 @@ def _grown(candidates: list[tuple[str, list[Value], list[Value]]], legal: _Legal
             found = [one[1] for values in itertools.product(*more) if not isinstance(one := legal(values), str)]
             if len(found) <= plans and sum(map(_slots, found)) <= slots:
                 taken = more
-    some = {value.label for values in itertools.product(*taken) if not isinstance(legal(values), str) for value in values}
+    some = {
+        value.label for values in itertools.product(*taken) if not isinstance(legal(values), str) for value in values
+    }
     axes = []
     for (name, preferred, ordered), kept in zip(candidates, taken, strict=True):
         values = tuple(value for value in ordered if value in kept and value.label in some)
@@ -191,7 +205,7 @@ def _places(axes: list[Axis]) -> Iterator[Where]:
 
 
 def _candidates(
-    config: TrainConfig, card: ModelCard, imbalance: str
+    config: TrainConfig, card: ModelCard, world_size: int, imbalance: str
 ) -> Iterator[tuple[str, list[Value], list[Value]]]:
     """(name, values by preference with the job's first, the same in the slider's order)."""
     train, parallel = config.train, config.parallel
@@ -223,6 +237,8 @@ def _candidates(
             lambda size: card.moe.num_experts % size == 0,
         ),
     )
+    kinds = _recomputes(config.recompute)
+    yield "Recomputation", kinds, sorted(kinds, key=lambda value: _RECOMPUTES.get(value.label, _PARTLY))
     yield (
         "Micro-batch size",
         *sizes(
@@ -231,9 +247,8 @@ def _candidates(
             lambda size: train.global_batch_size % size == 0,
         ),
     )
-    kinds = _recomputes(config.recompute)
-    yield "Recomputation", kinds, sorted(kinds, key=lambda value: _RECOMPUTES.get(value.label, _PARTLY))
-    texts = [imbalance, *(text for text in ("balanced", "dirichlet:8", "dirichlet:2") if text != imbalance)]
+    others = ("balanced", "dirichlet:8", "dirichlet:2") if world_size > 1 else ()
+    texts = [imbalance, *(text for text in others if text != imbalance)]
     loads = {text: Imbalance.parse(text).factor(card.moe.num_experts, card.moe.num_experts) for text in texts}
     uneven = {text: Value(_load(text), imbalance=text) for text in texts}
     yield "Router imbalance", list(uneven.values()), [uneven[text] for text in sorted(texts, key=loads.__getitem__)]
@@ -298,4 +313,4 @@ def _said(own: RecomputeConfig) -> str:
         return ", ".join(own.modules)
     if own.layers:
         return f"{len(own.layers)} layers" if len(own.layers) > 1 else f"layer {own.layers[0]}"
-    return f"{own.num_layers} of a chunk"
+    return f"{own.num_layers} layer{'s' if own.num_layers != 1 else ''} a chunk"

@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
@@ -32,7 +33,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from maniple.engines.megatron import context
 from maniple.engines.megatron.documents import documents_of
+from maniple.kernels import custom_ops
 from maniple.kernels.forgotten import active, forget, hold
+from maniple.kernels.rope import rotate
 
 _MOST_BIASES = 8  # for the same documents: of two chunks and two windows, and as many of another sequence length
 _SINK_DIMS = 8  # added to a head for its sink: one is needed, and fused kernels want multiples of eight
@@ -150,6 +153,38 @@ class SDPAttention(MegatronModule):
         )
 
 
+class GroupedAttention(SelfAttention):
+    """Upstream's, but that on a GPU one kernel turns queries and keys (`maniple.kernels.rope`), in fp32.
+
+    Upstream does it with a dozen of torch's operators, in the model's dtype, where Transformer Engine is missing.
+    """
+
+    _turns: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # cosines and sines of queries, and of keys
+
+    def forward(self, hidden_states: torch.Tensor, *args, rotary_pos_emb=None, **kwargs):
+        if rotary_pos_emb is not None and self._takes_kernel(hidden_states, kwargs):
+            both = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
+            self._turns = [cos_and_sin(angles, self._yarn_concentration_factor) for angles in both]
+            rotary_pos_emb = None
+        try:
+            return super().forward(hidden_states, *args, rotary_pos_emb=rotary_pos_emb, **kwargs)
+        finally:
+            self._turns = None
+
+    def get_query_key_value_tensors(self, *args, **kwargs):
+        result = super().get_query_key_value_tensors(*args, **kwargs)
+        if self._turns is None:
+            return result
+        query, key, *rest = result
+        return rotate(query, *self._turns[0]), rotate(key, *self._turns[1]), *rest
+
+    def _takes_kernel(self, hidden_states: torch.Tensor, others: dict) -> bool:
+        """Whether training calls it, on a GPU, with values that nobody looks at operator by operator."""
+        given = [others.get(name) for name in ("inference_context", "inference_params", "packed_seq_params")]
+        plain = not self.config.rotary_interleaved and all(value is None for value in given)
+        return plain and hidden_states.is_cuda and not custom_ops.named(hidden_states)
+
+
 class LatentAttention(MLASelfAttention):
     """Upstream's MLA, mended where it relies on Transformer Engine's linear layers.
 
@@ -222,6 +257,19 @@ def _with_sink(q_BHLD, k_BGND, v_BGNV, sinks_H):
     k_BGND = F.pad(k_BGND, (0, _SINK_DIMS))
     k_BGND = torch.cat([unit_D.expand(*k_BGND.shape[:2], 1, -1), k_BGND], dim=2)
     return q_BHLD, k_BGND, F.pad(v_BGNV, (0, 0, 1, 0))
+
+
+# by angles and factor: layers share them, and upstream keeps one tensor of angles for a sequence length
+_turns_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def cos_and_sin(angles_S11R: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 `[S, R / 2]` each, times factor. angles: as upstream makes them, `[S, 1, 1, R]` of two equal halves."""
+    known = _turns_of.setdefault(angles_S11R, {})
+    if factor not in known:
+        angles_SR = angles_S11R[:, 0, 0, : angles_S11R.shape[-1] // 2].float()
+        known[factor] = angles_SR.cos() * factor, angles_SR.sin() * factor
+    return known[factor]
 
 
 # by documents_BS, for as long as it lives

@@ -12,7 +12,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec_for_backend
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType, LayerType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from maniple.engines.megatron.attention import LatentAttention, SDPAttention
+from maniple.engines.megatron.attention import GroupedAttention, LatentAttention, SDPAttention
 from maniple.engines.megatron.experts import GroupedExperts
 from maniple.engines.megatron.language_model import PredictionLayer
 from maniple.engines.megatron.moe import ManipleMoELayer, ManipleRouter
@@ -104,7 +104,7 @@ def _attention(config) -> ModuleSpec:
         q_layernorm=q_norm,
         k_layernorm=k_norm,
     )
-    return ModuleSpec(module=SelfAttention, params=params, submodules=submodules)
+    return ModuleSpec(module=GroupedAttention, params=params, submodules=submodules)
 
 
 def transformer_layer(config, *, moe: bool) -> ModuleSpec:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from maniple.kernels import chips
 from maniple.kernels.adamw import launch
 from maniple.kernels.adamw.reference import Shard
 from maniple.kernels.adamw.triton_kernels import update_kernel
@@ -15,7 +16,7 @@ def update(shard: Shard, scalars: launch.Scalars, step: int, grad_scale: torch.T
     n = shard.main.numel()
     if not n:
         return
-    block = launch.block(_target(shard.main))
+    block = launch.block(chips.target(shard.main))
     on_device = isinstance(grad_scale, torch.Tensor)
     update_kernel[(triton.cdiv(n, block.elements),)](
         shard.grad,
@@ -39,9 +40,3 @@ def update(shard: Shard, scalars: launch.Scalars, step: int, grad_scale: torch.T
         BLOCK=block.elements,
         num_warps=block.warps,
     )
-
-
-def _target(tensor: torch.Tensor) -> str:
-    if tensor.device.type == "cpu":
-        return "interpreter"
-    return "amd" if torch.version.hip else "nvidia"

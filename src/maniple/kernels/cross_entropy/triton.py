@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from maniple.kernels import chips
 from maniple.kernels.cross_entropy import launch
 from maniple.kernels.cross_entropy.triton_kernels import gradient_kernel, statistics_kernel
 
@@ -13,7 +14,7 @@ def statistics(logits_CV: torch.Tensor, labels_C: torch.Tensor) -> tuple[torch.T
     rows, vocabulary = logits_CV.shape
     lse_C, target_C = (logits_CV.new_empty(rows, dtype=torch.float32) for _ in range(2))
     if rows:
-        block = launch.block(_target(logits_CV))
+        block = launch.block(chips.target(logits_CV))
         statistics_kernel[(rows,)](
             *(logits_CV, labels_C.contiguous(), lse_C, target_C, vocabulary, logits_CV.stride(0)),
             COLUMNS=block.columns,
@@ -28,16 +29,10 @@ def gradient(
     """As the reference's, in the logits' memory."""
     rows, vocabulary = logits_CV.shape
     if rows:
-        block = launch.block(_target(logits_CV))
+        block = launch.block(chips.target(logits_CV))
         gradient_kernel[(rows,)](
             *(logits_CV, labels_C.contiguous(), lse_C, grad_C.float().contiguous(), vocabulary, logits_CV.stride(0)),
             COLUMNS=block.columns,
             num_warps=block.warps,
         )
     return logits_CV
-
-
-def _target(tensor: torch.Tensor) -> str:
-    if tensor.device.type == "cpu":
-        return "interpreter"
-    return "amd" if torch.version.hip else "nvidia"

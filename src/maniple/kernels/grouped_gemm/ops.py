@@ -149,8 +149,10 @@ def _gradients(ctx, grad_SN, call) -> tuple:
     x_SK, w_G, ends_G, bias_GN, bias_scale_S, source_S, slots_TK = ctx.saved_tensors
     layout, zero_tail, *how = ctx.settings
     needs_x, needs_w, _, needs_bias, needs_scale = ctx.needs_input_grad[:5]
+    rows = [x_SK]
+    del x_SK
     grad_x_TK, grad_w_G = _product_gradients(
-        ctx, call, needs_x, needs_w, grad_SN, x_SK, w_G, ends_G, source_S, slots_TK, layout, zero_tail, *how
+        ctx, call, needs_x, needs_w, grad_SN, rows, w_G, ends_G, source_S, slots_TK, layout, zero_tail, *how
     )
     grad_bias_GN = grad_scale_S = None
     if needs_bias or needs_scale:
@@ -177,8 +179,10 @@ def _swiglu_gradients(ctx, grad_SF, call) -> tuple:
     grad_S2F, grad_probs_S = call.swiglu_backward(
         grad_SF, x_S2F, probs_S, ends_G, alpha, limit, up_offset, gate_up, swiglu_kernels
     )
+    rows = [x_SK]
+    del x_SK
     grad_x_TK, grad_w_G = _product_gradients(
-        ctx, call, needs_x, needs_w, grad_S2F, x_SK, w_G, ends_G, source_S, slots_TK, layout, zero_tail, *how
+        ctx, call, needs_x, needs_w, grad_S2F, rows, w_G, ends_G, source_S, slots_TK, layout, zero_tail, *how
     )
     grad_bias_G2F = call.bias_grad(grad_S2F, ends_G, bias_G2F, None, *how)[0] if needs_bias else None
     return grad_x_TK, grad_w_G, None, grad_bias_G2F, grad_probs_S if needs_probs else None, *[None] * 13
@@ -211,7 +215,7 @@ def _product_gradients(
     needs_x,
     needs_w,
     grad_SN,
-    x_SK,
+    rows,
     w_G,
     ends_G,
     source_S,
@@ -222,17 +226,23 @@ def _product_gradients(
     kernels,
     splits,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of x and of w, each if it is needed. With a `main_grad_G` w's is added there: see `main_grad.added`."""
+    """Gradients of x and of w, each if it is needed. With a `main_grad_G` w's is added there: see `main_grad.added`.
+
+    rows: a list of x_SK alone, which is taken out of it: w's gradient comes first, and where x was computed again for
+    it, that memory is free when x's own gradient is made.
+    """
     grad_x_TK = grad_w_G = None
-    if needs_x:
-        grad_x_TK = call.dgrad(grad_SN, w_G, ends_G, layout, zero_tail, recipe, kernels, splits)
-        if source_S is not None:
-            grad_x_TK = call.gather_sum(grad_x_TK, slots_TK, ends_G, recipe, kernels)
+    x_SK = rows.pop()
     if needs_w and ctx.main is not None:
         call.wgrad_add(x_SK, grad_SN, ends_G, source_S, ctx.main_grad_G, layout, recipe, kernels, splits)
         grad_w_G = main_grad.added(ctx.main)  # the weight itself: hooks of saved tensors may have replaced `w_G`
     elif needs_w:
         grad_w_G = call.wgrad(x_SK, grad_SN, ends_G, source_S, layout, recipe, kernels, splits)
+    del x_SK
+    if needs_x:
+        grad_x_TK = call.dgrad(grad_SN, w_G, ends_G, layout, zero_tail, recipe, kernels, splits)
+        if source_S is not None:
+            grad_x_TK = call.gather_sum(grad_x_TK, slots_TK, ends_G, recipe, kernels)
     return grad_x_TK, grad_w_G
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from maniple.kernels import custom_ops
+from maniple.kernels import chips, custom_ops
 from maniple.kernels.pages import launch
 from maniple.kernels.pages.reference import PAGES
 from maniple.kernels.pages.triton_kernels import give_kernel, load_kernel, store_kernel, take_kernel
@@ -41,14 +41,14 @@ def load(data_P: torch.Tensor, out_LW: torch.Tensor, used: torch.Tensor, unit: i
 
 
 def _take(ring_P, state, used, line: int, page: int, most: int) -> torch.Tensor:
-    table, block = ring_P.new_empty(PAGES + most), launch.copy_block(_target(ring_P))
+    table, block = ring_P.new_empty(PAGES + most), launch.copy_block(chips.target(ring_P))
     size, warps = max(ring_P.shape[0], 1), block.warps
     take_kernel[(1,)](ring_P, state, used, table, size, line, page, most, NUMBERS=block.numbers, num_warps=warps)
     return table
 
 
 def _give(ring_P, state, table) -> None:
-    block, size = launch.copy_block(_target(ring_P)), max(ring_P.shape[0], 1)
+    block, size = launch.copy_block(chips.target(ring_P)), max(ring_P.shape[0], 1)
     most = table.shape[0] - PAGES
     give_kernel[(1,)](ring_P, state, table, size, most, NUMBERS=block.numbers, num_warps=block.warps)
 
@@ -65,7 +65,7 @@ def _copy(kernel, data_P, lines_LW, used, unit: int, table) -> None:
     (lines, words), page, most = lines_LW.shape, data_P.shape[1], table.shape[0] - PAGES
     if not most:
         return
-    block = launch.copy_block(_target(data_P))
+    block = launch.copy_block(chips.target(data_P))
     kernel[(most, triton.cdiv(page, block.words))](
         data_P,
         lines_LW,
@@ -79,12 +79,6 @@ def _copy(kernel, data_P, lines_LW, used, unit: int, table) -> None:
         WORDS=block.words,
         num_warps=block.warps,
     )
-
-
-def _target(tensor: torch.Tensor) -> str:
-    if tensor.device.type == "cpu":
-        return "interpreter"
-    return "amd" if torch.version.hip else "nvidia"
 
 
 custom_ops.define(

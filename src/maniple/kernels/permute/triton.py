@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from maniple.kernels import custom_ops
+from maniple.kernels import chips, custom_ops
 from maniple.kernels.grouped_gemm.triton_kernels import gather_sum_kernel
 from maniple.kernels.permute import launch
 from maniple.kernels.permute.reference import Permutation
@@ -52,7 +52,7 @@ def _sort(ids_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.T
     choices = ids_TK.numel()
     if not choices:
         return order_S, position_TK, ends_E.zero_()
-    block, warps = launch.sort_block(_target(ids_TK), num_experts), launch.INDEX_WARPS
+    block, warps = launch.sort_block(chips.target(ids_TK), num_experts), launch.INDEX_WARPS
     chunks = triton.cdiv(choices, block.chunk)
     ranks_N = ends_E.new_empty(choices)
     tallies_CE = ends_E.new_zeros(chunks, num_experts + 1)
@@ -97,7 +97,7 @@ def _gather(x_TD: torch.Tensor, order_S: torch.Tensor, ends_E: torch.Tensor, top
     out_SD = x_TD.new_empty(slots, d)
     if not out_SD.numel():
         return out_SD
-    block = launch.rows_block(_target(x_TD), d)
+    block = launch.rows_block(chips.target(x_TD), d)
     gather_kernel[(triton.cdiv(slots, block.rows), triton.cdiv(d, block.columns))](
         x_TD,
         order_S,
@@ -121,7 +121,7 @@ def _sum(rows_SD: torch.Tensor, position_TK: torch.Tensor, ends_E: torch.Tensor)
         return out_TD.zero_()
     if not out_TD.numel():
         return out_TD
-    block = launch.rows_block(_target(rows_SD), d)
+    block = launch.rows_block(chips.target(rows_SD), d)
     gather_sum_kernel[(triton.cdiv(tokens, block.rows), triton.cdiv(d, block.columns))](
         rows_SD,
         position_TK,
@@ -144,12 +144,6 @@ def _empty_sort(ids_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, t
         ids_TK.new_empty(ids_TK.shape, dtype=torch.int64),
         ids_TK.new_empty(num_experts, dtype=torch.int32),
     )
-
-
-def _target(tensor: torch.Tensor) -> str:
-    if tensor.device.type == "cpu":
-        return "interpreter"
-    return "amd" if torch.version.hip else "nvidia"
 
 
 custom_ops.define("sort_by_expert(Tensor ids, int num_experts) -> (Tensor, Tensor, Tensor)", _sort, _empty_sort)

@@ -22,6 +22,17 @@ registry.register(
     preference=1,
     reason_unavailable=chips.no_triton,
 )
+_hopper = registry.LazyModule("maniple.kernels.quantize.hopper")
+registry.register(
+    "quantize",
+    "hopper",
+    {name for name, recipe in RECIPES.items() if recipe.rows},
+    {"cuda"},
+    _hopper,
+    preference=2,
+    reason_unavailable=chips.no_hopper,
+    refuses=lambda *operands: _hopper.refusal(*operands),
+)
 
 Rounding = Literal["rceil", "floor"]
 

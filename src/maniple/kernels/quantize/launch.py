@@ -15,6 +15,8 @@ WARPS = {"nvidia": 8, "amd": 4}  # of a program: 16 numbers that a thread loads 
 WARPS_TALL = {"nvidia": 4, "amd": 4}  # of `rows_kernel` with blocks of 128 rows: fewer meet at each maximum
 TILES = 16  # that a program of `tiles_kernel` places
 AMAX_ROWS, AMAX_COLUMNS = 32, 512
+HOPPER_WARPS = 4  # of a program of `hopper_kernels.py`: 16 rows and 8 columns of a tile for each thread
+HOPPER_REGISTERS = 128  # of a thread of its `rows_kernel`: four programs on each multiprocessor
 
 
 def rows_grid(padded: int, k: int) -> int:
@@ -25,6 +27,15 @@ def rows_grid(padded: int, k: int) -> int:
 def weight_grid(groups: int, n: int, k: int) -> int:
     """Programs of `weight_kernel`: one a tile."""
     return groups * -(-n // ROWS) * -(-k // COLUMNS)
+
+
+def scales_grid(padded: int, k: int, rowwise: bool, columnwise: bool) -> tuple[int, dict[str, int]]:
+    """Programs of `hopper_kernels.scales_kernel`, and how many tiles across and down each takes."""
+    row_tiles, column_tiles = padded // ROWS, k // COLUMNS
+    across, down = min(max(group_width(column_tiles), 4), 16), 32
+    programs = row_tiles * -(-column_tiles // across) if rowwise else 0
+    programs += -(-row_tiles // down) * column_tiles if columnwise else 0
+    return programs, {"ACROSS": across, "DOWN": down}
 
 
 def amax_grid(matrices: int, rows: int, columns: int) -> int:
@@ -71,4 +82,20 @@ def constants(target: str, recipe: str, form: str, rounding: str, *, weight: boo
         "COLUMNS": COLUMNS,
         "SLAB": SLAB,
         "num_warps": warps(target, tall=RECIPES[recipe].rows == ROWS and not weight),
+    }
+
+
+def hopper_constants(groups: int) -> dict[str, int]:
+    """The constants that all of `hopper_kernels.py` share, and the warps of a program."""
+    return {"GROUPS": groups, "WIDTH": max(group_width(groups), 32), "WARPS": HOPPER_WARPS, "num_warps": HOPPER_WARPS}
+
+
+def hopper_format(recipe: str, form: str, rounding: str) -> dict[str, Any]:
+    """The other constants of its `rows_kernel`, and the registers of a thread."""
+    return {
+        "BLOCK": RECIPES[recipe].rows,
+        "E8M0": RECIPES[recipe].e8m0,
+        "FORMAT": FORMATS[form],
+        "ROUNDING": rounding,
+        "maxnreg": HOPPER_REGISTERS,
     }

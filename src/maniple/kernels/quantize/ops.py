@@ -14,22 +14,25 @@ from maniple.kernels.quantize.quantized import padded_size
 
 
 def quantize_rows(x, ends, source, recipe, dtype, rounding, rowwise, columnwise, kernels):
-    implementation = registry.use("quantize", recipe, x.device.type, kernels)
+    operands = "rows", x, source, recipe, dtype
+    implementation = registry.use("quantize", recipe, x.device.type, kernels, operands)
     return implementation.rows(x, ends, source, recipe, dtype, rounding, rowwise, columnwise)
 
 
 def quantize_weight(w, recipe, dtype, rounding, dgrad, kernels):
-    implementation = registry.use("quantize", recipe, w.device.type, kernels)
+    implementation = registry.use("quantize", recipe, w.device.type, kernels, ("weight", w, None, recipe, dtype))
     return implementation.weight(w, recipe, dtype, rounding, dgrad)
 
 
 def emulate_rows(x, ends, source, dtype, rounding, rowwise, columnwise, kernels):
-    implementation = registry.use("quantize", "mxfp8", x.device.type, kernels)
+    operands = "emulation", x, source, "mxfp8", dtype
+    implementation = registry.use("quantize", "mxfp8", x.device.type, kernels, operands)
     return implementation.emulated_rows(x, ends, source, dtype, rounding, rowwise, columnwise)
 
 
 def emulate_weight(w, dtype, rounding, kernels):
-    implementation = registry.use("quantize", "mxfp8", w.device.type, kernels)
+    operands = "emulation", w, None, "mxfp8", dtype
+    implementation = registry.use("quantize", "mxfp8", w.device.type, kernels, operands)
     return implementation.emulated_weight(w, dtype, rounding)
 
 

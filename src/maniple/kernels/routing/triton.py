@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import triton
 
-from maniple.kernels import custom_ops
+from maniple.kernels import chips, custom_ops
 from maniple.kernels.routing import launch
 from maniple.kernels.routing.reference import RouterSpec, Routing
 from maniple.kernels.routing.triton_kernels import backward_kernel, forward_kernel
@@ -55,7 +55,7 @@ def forward(
     tokens = logits_TE.shape[0]
     if tokens:
         logits_TE = _rows_contiguous(logits_TE)
-        constants = launch.forward_constants(_target(logits_TE), spec, given=ids_TK is not None)
+        constants = launch.forward_constants(chips.target(logits_TE), spec, given=ids_TK is not None)
         forward_kernel[(triton.cdiv(tokens, constants["ROWS"]),)](
             logits_TE,
             None if bias_E is None else bias_E.contiguous(),
@@ -85,7 +85,7 @@ def backward(
     tokens = logits_TE.shape[0]
     if tokens:
         logits_TE = _rows_contiguous(logits_TE)
-        constants = launch.backward_constants(_target(logits_TE), spec)
+        constants = launch.backward_constants(chips.target(logits_TE), spec)
         backward_kernel[(triton.cdiv(tokens, constants["ROWS"]),)](
             logits_TE,
             ids_TK.contiguous(),
@@ -113,12 +113,6 @@ def _empty(logits_TE, bias_E, ids_TK, num_experts, topk, *settings):
 
 def _rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()
-
-
-def _target(tensor: torch.Tensor) -> str:
-    if tensor.device.type == "cpu":
-        return "interpreter"
-    return "amd" if torch.version.hip else "nvidia"
 
 
 def _save(ctx, inputs, output) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from maniple.kernels import chips
 from maniple.kernels.swiglu import launch
 from maniple.kernels.swiglu.triton_kernels import backward_kernel, forward_kernel
 
@@ -28,7 +29,7 @@ def forward(
     out_SF = gate_up_S2F.new_empty(rows, f)
     if not out_SF.numel():
         return out_SF
-    block = launch.block(_target(gate_up_S2F), f)
+    block = launch.block(chips.target(gate_up_S2F), f)
     forward_kernel[(triton.cdiv(rows, block.rows),)](
         gate_up_S2F,
         None if probs_S is None else probs_S.contiguous(),
@@ -68,7 +69,7 @@ def backward(
     grad_probs_S = None if probs_S is None else torch.empty_like(probs_S, memory_format=torch.contiguous_format)
     if not rows:
         return grad_x_S2F, grad_probs_S
-    block = launch.block(_target(gate_up_S2F), f)
+    block = launch.block(chips.target(gate_up_S2F), f)
     backward_kernel[(triton.cdiv(rows, block.rows),)](
         grad_SF,
         gate_up_S2F,
@@ -95,9 +96,3 @@ def backward(
 
 def _rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()
-
-
-def _target(tensor: torch.Tensor) -> str:
-    if tensor.device.type == "cpu":
-        return "interpreter"
-    return "amd" if torch.version.hip else "nvidia"

@@ -31,9 +31,9 @@ function painted(tag, color, properties = {}) {
 
 const number = (value, digits = 0) =>
   value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
-const significant = (value) => value.toLocaleString("en-US", { maximumSignificantDigits: 3 });
+const significant = (value) => number(value, value >= 100 || value === 0 ? 0 : value >= 10 ? 1 : value >= 1 ? 2 : 3);
 const gib = (bytes, digits = 2) => number(bytes / GIB, digits);
-const percent = (share, digits = 0) => `${number(100 * share, digits)} %`;
+const percent = (share, digits = 0) => `${number(100 * share, digits)}%`;
 
 function seconds(value) {
   if (value >= 1 || value === 0) return `${significant(value)} s`;
@@ -111,6 +111,13 @@ function memoryChart(box, cell, capacity, gpu, whole) {
     );
   }
   svg.append(draw("text", { x: width, y: bottom + 17, "text-anchor": "end" }, "GiB"));
+  if (x(capacity) <= width - right + 1) {
+    svg.append(
+      draw("line", { class: "limit", x1: x(capacity), x2: x(capacity), y1: top - 6, y2: bottom + 2 }),
+      draw("text", { class: "limit-name", x: Math.min(x(capacity) + 40, width), y: top - 11, "text-anchor": "end" },
+        `${gpu}: ${gib(capacity, 1)} GiB`),
+    );
+  }
   const named = Math.ceil(14 / row);
   cell.ranks.forEach((rank, index) => {
     const y = top + index * row;
@@ -131,20 +138,12 @@ function memoryChart(box, cell, capacity, gpu, whole) {
       sum += size;
     }
     if (bar > 10) {
-      const text = draw("text", { x: x(sum) + 7, y: y + bar / 2 + 4 }, gib(sum, 1));
-      if (tight) text.setAttribute("class", "strong");
+      const text = draw("text", { class: tight ? "strong total" : "total", x: x(sum) + 7, y: y + bar / 2 + 4 }, gib(sum, 1));
       group.append(text);
     }
     const parts = Object.entries(rank.bytes).map(([kind, size]) => `${kind} ${gib(size)}`).join("\n");
     svg.append(tipped(group, `rank ${index}: ${rank.holds.join(" · ")}\n${gib(sum)} GiB, ${percent(sum / capacity)} of the GPU\n${parts}`));
   });
-  if (x(capacity) <= width - right + 1) {
-    svg.append(
-      draw("line", { class: "limit", x1: x(capacity), x2: x(capacity), y1: top - 6, y2: bottom + 2 }),
-      draw("text", { class: "limit-name", x: Math.min(x(capacity) + 40, width), y: top - 11, "text-anchor": "end" },
-        `${gpu}: ${gib(capacity, 1)} GiB`),
-    );
-  }
   box.replaceChildren(svg);
 }
 
@@ -158,7 +157,9 @@ function timeChart(box, cell, own) {
     whole.append(tipped(piece, `${name}\n${seconds(time)}, ${percent(time / cell.seconds, 1)}`));
   }
   const before = new Map(own ? own.parts.map(([name, time]) => [name, time]) : []);
-  const rows = cell.parts.map(([name, time, family]) => {
+  const gone = own ? own.parts.filter(([name]) => !cell.parts.some(([other]) => other === name)) : [];
+  const parts = [...cell.parts, ...gone.map(([name, , family]) => [name, 0, family])];
+  const rows = parts.map(([name, time, family]) => {
     const fill = painted("div", family, { className: "fill" });
     fill.style.width = `${(100 * time) / most}%`;
     const track = make("div", { className: "track" }, fill);
@@ -178,10 +179,10 @@ function timeChart(box, cell, own) {
   box.replaceChildren(whole, make("ul", { className: "bars" }, ...rows));
 }
 
-// Speed a GPU at each size, over that of the first.
+// Speed a GPU at each size, over that of the first; a cross where the job cannot run.
 function scalingChart(box, curves, bend) {
   const width = Math.max(260, box.clientWidth);
-  const [height, left, right, top, bottom] = [260, 52, 84, 14, 36];
+  const [height, left, right, top, bottom] = [260, 52, 104, 14, 36];
   const sizes = curves[0].map((point) => point.gpus);
   const last = Math.max(1, sizes.length - 1);
   const most = Math.max(1, ...curves.flat().map((point) => point.efficiency ?? 0)) * 1.05;
@@ -216,6 +217,11 @@ function scalingChart(box, curves, bend) {
       const fits = point.fits ? "fits" : "does not fit";
       svg.append(tipped(dot, `${point.kind} scaling, ${number(point.gpus)} GPUs\n${number(point.tokens_per_second_per_gpu)} tokens/s a GPU, ${percent(point.efficiency, 1)}\na step of ${seconds(point.seconds)}, ${number(point.micro_batches)} micro-batches\n${gib(point.memory, 1)} GiB: ${fits}`));
     }
+    points.forEach((point, index) => {
+      if (point.efficiency !== null) return;
+      const cross = draw("text", { class: "limit-name", x: x(index), y: height - bottom - 6, "text-anchor": "middle" }, "×");
+      svg.append(tipped(cross, `${point.kind} scaling, ${number(point.gpus)} GPUs: cannot run\n${point.why}`));
+    });
     const [point, index] = run.at(-1);
     ends.push({ at: y(point.efficiency), x: x(index), color, text: `${points[0].kind} ${percent(point.efficiency)}` });
   }

@@ -20,14 +20,14 @@ const sliders = data.axes.map((axis, index) => {
   const output = make("output", { htmlFor: id });
   const input = make("input", { type: "range", id, min: 0, max: Math.max(1, axis.values.length - 1), step: 1, value: axis.own });
   input.disabled = axis.values.length < 2;
-  const stops = axis.values.map((_, stop) => make("i", { className: stop === axis.own ? "own" : "" }));
+  const stops = axis.values.map(() => make("i"));
   const row = make("div", { className: "slider" }, make("label", { htmlFor: id }, axis.name, output), input,
     make("div", { className: "stops", "aria-hidden": "true" }, ...stops));
   input.addEventListener("input", () => {
     at[index] = Number(input.value);
     update();
   });
-  return { axis, index, input, output, row };
+  return { axis, index, input, output, row, stops };
 });
 $("sliders").append(...sliders.map((slider) => slider.row));
 
@@ -52,28 +52,34 @@ $("best").addEventListener("click", () => goTo(fastest));
 
 function update() {
   const cell = current();
-  for (const { axis, index, input, output, row } of sliders) {
+  for (const { axis, index, input, output, row, stops } of sliders) {
     input.value = at[index];
     output.textContent = axis.values[at[index]];
     input.setAttribute("aria-valuetext", axis.values[at[index]]);
     row.classList.toggle("moved", at[index] !== axis.own);
+    stops.forEach((stop, position) => {
+      const there = data.cells[place(at.map((now, other) => (other === index ? position : now)))];
+      stop.textContent = there.why ? "×" : there.fits ? "●" : "○";
+      stop.className = there.why ? "refused" : position === axis.own ? "own" : "";
+    });
   }
   $("back").disabled = cell === own;
   document.body.classList.toggle("moved", cell !== own);
   document.body.classList.toggle("refused", Boolean(cell.why));
   $("answer").classList.toggle("no", Boolean(cell.why) || !cell.fits);
+  $("command").parentElement.hidden = Boolean(cell.why);
   $("answer").textContent = answer(cell);
   $("command").textContent = cell.why ? "" : cell.command;
   headline(cell);
   if (cell.why) return;
   shown = cell;
   tables();
-  charts();
+  ofThePlan();
 }
 
 function answer(cell) {
   if (cell.why) return `Cannot run: ${cell.why}`;
-  if (cell === own) return "The job as it was given.";
+  if (cell === own) return cell.fits ? "The job as it was given." : "The job as it was given: it does not fit.";
   const ratio = own.seconds / cell.seconds;
   const speed = Math.abs(ratio - 1) < 0.005 ? "as fast as the job"
     : ratio > 1 ? `${significant(ratio)} times as fast as the job` : `${percent(1 - ratio)} slower than the job`;
@@ -104,7 +110,7 @@ function headline(cell) {
     tile("Tokens/s a GPU", cell, (one) => one.tgs, (value) => [number(value), ""], 1),
     tile("TFLOP/s a GPU", cell, (one) => one.tflops, (value) => [number(value), ""], 1),
     tile("MFU", cell, (one) => one.mfu, (value) => [number(100 * value, 1), "%"], 1),
-    tile("Ranks idle", cell, (one) => Math.max(...one.bubbles), () => [span(cell.bubbles).slice(0, -2), "%"], 0),
+    tile("Ranks idle", cell, (one) => Math.max(...one.bubbles), () => [span(cell.bubbles).slice(0, -1), "%"], 0),
   );
 }
 
@@ -123,10 +129,14 @@ function tile(name, cell, value, words, better) {
 
 const timeline = new Timeline($("pipeline-canvas"), data.timeline);
 
-function charts() {
+function ofThePlan() {
   const whole = document.querySelector("input[name=scale]:checked").value === "gpu";
   memoryChart($("memory-chart"), shown, data.capacity, data.gpu, whole);
   timeChart($("time-chart"), shown, shown === own ? null : own);
+}
+
+function charts() {
+  ofThePlan();
   scalingChart($("scaling-chart"), data.scaling.points, data.scaling.bend);
   timeline.draw();
 }
@@ -134,19 +144,20 @@ function charts() {
 function tables() {
   const kinds = Object.keys(shown.ranks[0].bytes);
   $("memory-table").replaceChildren(table("Memory of every pipeline rank, in GiB",
-    ["rank", "holds", "parameters", ...kinds, "total GiB", "of GPU"],
+    ["rank", "holds", "total GiB", "of GPU", ...kinds, "parameters"],
     shown.ranks.map((rank, index) => {
       const sizes = Object.values(rank.bytes);
       const total = sizes.reduce((sum, size) => sum + size, 0);
-      return [`${index}`, rank.holds.join(" · "), `${number(rank.parameters / 1e9, 2)}B`, ...sizes.map((size) => gib(size)), gib(total), percent(total / data.capacity)];
+      return [`${index}`, rank.holds.join(" · "), gib(total), percent(total / data.capacity), ...sizes.map((size) => gib(size)),
+        `${number(rank.parameters / 1e9, 2)}B`];
     }), { left: 2, marked: shown.tightest }));
   $("tight-title").textContent = `Rank ${shown.tightest}, the tightest, broken down`;
   $("tight-table").replaceChildren(table(`Memory of rank ${shown.tightest}, in GiB`, ["kind", "part", "GiB"],
-    shown.components.map(([kind, name, size]) => [kind, name, gib(size)]), { left: 2 }));
+    shown.components.map(([kind, name, size], index, all) => [index && all[index - 1][0] === kind ? "" : kind, name, gib(size)]), { left: 2 }));
   const used = new Set(shown.parts.map(([, , family]) => family));
   legend($("time-legend"), Object.entries(GROUPS).filter(([family]) => used.has(family)));
-  $("time-hint").textContent = "The rank that computes longest, by what it does; the lines add up to the step." +
-    (shown === own ? "" : " Marks stand where the job as given is.");
+  $("time-hint").textContent = "The rank that computes longest; the lines add up to the step." +
+    (shown === own ? "" : " Marks: the job as given.");
   const notes = [...shown.notes, ...Object.entries(data.assumed).map(([key, value]) => `assumed: ${key}=${value}`),
     "Plans beside the job keep its GPUs, its sequences a step and all else; another pipeline is cut as the job’s layout is, where that divides, else evenly or by work."];
   $("note-list").replaceChildren(...notes.map((note) => make("li", {}, note)));
@@ -158,13 +169,14 @@ function fixed() {
   const passes = new Set(line.passes.flatMap((pass) => [...pass.kinds]));
   legend($("pipeline-legend"), [
     ...Object.entries(PASSES).filter(([kind]) => passes.has(kind)).map(([, [name, color]]) => [color, name]),
-    ["exchange", "share that waits for token exchange, not counting what is computed again"], ["track", "idle"],
+    ...(line.passes.some((pass) => pass.exchange > 0) ? [["exchange", "share that waits for token exchange, not counting what is computed again"]] : []),
+    ["track", "idle"],
   ]);
   const paler = timeline.chunks > 1 ? " Later chunks are paler." : "";
   const part = line.micro_batches < line.of
     ? `The first ${number(line.micro_batches)} of ${number(line.of)} micro-batches, simulated alone: more of them look alike.`
     : `All ${number(line.of)} micro-batches of a step.`;
-  $("pipeline-hint").textContent = `Schedule ${line.schedule}. ${part}${paler} Point at a pass for its figures; drag, double-click or use the keys + − ← → to move.`;
+  $("pipeline-hint").textContent = `Schedule ${line.schedule}. ${part}${paler} Point at a pass for its figures; drag to move, double-click to zoom.`;
   $("idle-table").replaceChildren(table("Idle time of every pipeline rank", ["rank", "idle", "idle share"],
     line.idle.map((share, rank) => [`${rank}`, seconds(share * line.seconds), percent(share, 1)])));
   legend($("scaling-legend"), [["weak", "weak: the batch grows"], ["strong", "strong: the same batch"]]);
@@ -176,7 +188,7 @@ function fixed() {
   $("footer").textContent = `Planned by Maniple ${data.version}. Estimates by formula and simulation, before a GPU was used.`;
 }
 
-$("memory-scale").addEventListener("change", charts);
+$("memory-scale").addEventListener("change", ofThePlan);
 $("pipeline-tools").addEventListener("click", (event) => timeline.act(event.target.dataset.do));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", charts);
 let width = 0;
