@@ -407,7 +407,7 @@ def test_rows_say_what_was_measured():
     assert [row["implementation"] for row in step] == [
         "reference",
         "reference, bf16 gradients",
-        "reference, rows permuted again, bf16 gradients",
+        "reference, rows let go, bf16 gradients",
         "reference, rows gathered by fc1",
         "transformers",
     ]
@@ -494,7 +494,7 @@ def test_variants_on_a_gpu(monkeypatch):
     assert all((v.routing, v.permute) == ("triton", "triton") for v in others)
     assert [layer_ours._name(v, {"products": v.products or "hopper"}) for v in others] == [
         "hopper, triton routing and permutation, bf16 gradients",
-        "hopper, triton routing and permutation, rows permuted again, bf16 gradients",
+        "hopper, triton routing and permutation, rows let go, bf16 gradients",
         "hopper, triton routing and permutation, rows gathered by fc1",
         "hopper, triton routing and permutation, fc1 hopper_fused",
         "triton, triton routing and permutation",

@@ -205,8 +205,8 @@ def test_any_width_on_hopper(recipe, k):
 @hopper
 @pytest.mark.parametrize("k", WIDE)
 @pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8"])
-def test_more_tiles_than_programs_on_hopper(recipe, k):
-    """Runs of tiles that begin and end anywhere in a row, many or one of them a program; every size of a group."""
+def test_many_tiles_on_hopper(recipe, k):
+    """More of them in both directions than a program turns the scales of."""
     x_SK, ends_G, used = case([*range(0, 300, 7), 0, 4000, 1], k, tail=300)
     check(x_SK, ends_G, used, recipe, E4M3, kernels="hopper")
 

@@ -29,7 +29,9 @@ class Descriptor:
     block: tuple[int, ...]
 
 
-def compile_for(target: str, kernel, arguments: dict[str, Any], *, num_warps: int, num_stages: int = 3):
+def compile_for(
+    target: str, kernel, arguments: dict[str, Any], *, num_warps: int, num_stages: int = 3, maxnreg: int | None = None
+):
     """The compiled kernel. `arguments`: by name, a type ("*bf16", "i32"), a `Descriptor`, or a constant (`("=", v)`).
 
     Pointers and i32 sizes are taken as multiples of 16, as the launcher finds them for sizes in use.
@@ -48,6 +50,8 @@ def compile_for(target: str, kernel, arguments: dict[str, Any], *, num_warps: in
             attributes[(kernel.arg_names.index(name),)] = [["tt.divisibility", 16]]
     source = (GluonASTSource if gluon else ASTSource)(kernel, signature, constants, attributes)
     options = {"num_warps": num_warps} if gluon else {"num_warps": num_warps, "num_stages": num_stages}
+    if maxnreg is not None:
+        options["maxnreg"] = maxnreg
     return triton.compile(source, target=TARGETS[target], options=options)
 
 

@@ -101,7 +101,7 @@ def test_a_dispatch_mode_sees_the_names_and_changes_nothing(fused):
     for wanted, got in zip(eager, watched, strict=True):
         assert torch.equal(got, wanted)
     expected = ["grouped_gemm_swiglu", "grouped_gemm"] if fused else ["grouped_gemm", "swiglu", "grouped_gemm"]
-    gradient = ["grouped_gemm_dgrad", "grouped_gemm_wgrad", "grouped_gemm_bias_grad"]
+    gradient = ["grouped_gemm_wgrad", "grouped_gemm_dgrad", "grouped_gemm_bias_grad"]
     assert names.seen == [*expected, *gradient, "swiglu_backward", *gradient]
 
 

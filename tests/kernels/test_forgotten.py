@@ -14,8 +14,8 @@ from maniple.kernels.forgotten import active, forget, forgetting, hold, recomput
 class Square:
     """x -> x², told to be forgotten; counts how often it is computed again."""
 
-    def __init__(self) -> None:
-        self.again = 0
+    def __init__(self, late: bool = False) -> None:
+        self.again, self.late = 0, late
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = x * x
@@ -27,7 +27,7 @@ class Square:
                 assert not torch.is_grad_enabled()
                 return [kept() * kept()]
 
-            forget([out], compute)
+            forget([out], compute, late=self.late)
         return out
 
 
@@ -51,6 +51,29 @@ def test_gradients_are_those_of_what_is_kept_and_it_is_computed_again_once(x):
     assert square.again == 1
     assert torch.equal(torch.autograd.grad(loss, x)[0], wanted)
     assert square.again == 2
+
+
+def test_what_is_let_go_late_is_there_once(x):
+    (wanted,) = torch.autograd.grad(consume(x * x), x)
+    square = Square(late=True)
+    with forgetting():
+        y = square(x)
+        storage = torch.multiprocessing.reductions.StorageWeakRef(y.untyped_storage())
+        loss = consume(y)
+    del y
+    gc.collect()
+    assert not storage.expired()
+    for again in (0, 1, 2):
+        (got,) = torch.autograd.grad(loss, x, retain_graph=True)
+        assert torch.equal(got, wanted)
+        assert square.again == again
+        assert storage.expired()
+    with forgetting():
+        y = square(x)
+        storage, loss = torch.multiprocessing.reductions.StorageWeakRef(y.untyped_storage()), consume(y)
+    del y, loss  # a graph that nobody runs
+    gc.collect()
+    assert storage.expired()
 
 
 def test_one_forgotten_tensor_is_made_from_another(x):

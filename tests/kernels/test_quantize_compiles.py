@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from tests.kernels.compiling import SHARED_MEMORY, compile_for, spills
 
-from maniple.kernels.quantize import launch
+from maniple.kernels.quantize import hopper_kernels, launch
 from maniple.kernels.quantize import triton as kernels
 from maniple.kernels.quantize.formats import RECIPES
 
@@ -45,12 +45,13 @@ def test_amd(target):
 
 def check(target: str, kernel, arguments: dict, constants: dict) -> None:
     constants = dict(constants)
-    warps = constants.pop("num_warps")
+    warps, registers = constants.pop("num_warps"), constants.pop("maxnreg", None)
     arguments = arguments | {name: ("=", value) for name, value in constants.items()}
-    compiled = compile_for(target, kernel, arguments, num_warps=warps)
+    compiled = compile_for(target, kernel, arguments, num_warps=warps, maxnreg=registers)
     assert spills(target, compiled) == 0
     assert compiled.metadata.shared <= SHARED_MEMORY[target]
-    assert bool(re.search(CASTS[target], compiled.asm[ASSEMBLY[target]])) == (constants.get("CAST", "none") != "none")
+    native = kernel is hopper_kernels.rows_kernel or constants.get("CAST", "none") != "none"
+    assert bool(re.search(CASTS[target], compiled.asm[ASSEMBLY[target]])) == native
 
 
 def rows(target: str, recipe: str, form: str, *, emulate: bool = False, gather: bool = False) -> None:
@@ -107,6 +108,26 @@ def test_emulated_weight(target):
 @pytest.mark.parametrize("target", TARGETS)
 def test_permuted_rows(target):
     rows(target, "mxfp8", "e4m3fn", gather=True)
+
+
+@pytest.mark.skipif(ALONE is not None, reason="for Hopper alone")
+@pytest.mark.parametrize("groups", [8, 256])
+@pytest.mark.parametrize(("recipe", "form"), [("fp8_block", "e4m3fn"), ("mxfp8", "e4m3fn"), ("mxfp8", "e5m2")])
+def test_hopper_rows(recipe, form, groups):
+    scale = "*u8" if RECIPES[recipe].e8m0 else "*fp32"
+    arguments = {"x_ptr": "*i32", "ends_ptr": "*i32", "padded_ptr": "*i32", "along_ptr": "*i16", "down_ptr": "*i32"}
+    arguments |= {"along_scale_ptr": scale, "down_scale_ptr": scale, "K": "i32", "S": "i32", "P": "i32", "x_row": "i32"}
+    constants = launch.hopper_constants(groups) | launch.hopper_format(recipe, form, "rceil")
+    check("sm_90a", hopper_kernels.rows_kernel, arguments, constants)
+
+
+@pytest.mark.skipif(ALONE is not None, reason="for Hopper alone")
+@pytest.mark.parametrize("k", [128, 7168])
+def test_hopper_scales(k):
+    arguments = dict.fromkeys(("ends_ptr", "padded_ptr", "along_ptr", "along_scale_ptr"), "*i32")
+    arguments |= {"down_ptr": "*i32", "down_scale_ptr": "*i32", "K": "i32", "P": "i32"}
+    constants = launch.hopper_constants(256) | launch.scales_grid(4096, k, True, True)[1]
+    check("sm_90a", hopper_kernels.scales_kernel, arguments, constants)
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -112,3 +112,21 @@ def test_interleaved_and_stacked_experts_agree():
     activation = ExpertActivation(layout="interleaved")
     mixed, _ = moe_forward(x_TD, spec=SPEC, dispatcher=LocalDispatcher(E), activation=activation, **weights.named())
     torch.testing.assert_close(mixed, stacked, rtol=1e-6, atol=1e-6)
+
+
+def test_rows_that_are_let_go_change_nothing():
+    """Output and every gradient, twice through one graph."""
+    generator = torch.Generator().manual_seed(5)
+    results = []
+    for lets_go in (False, True):
+        generator.manual_seed(5)
+        shapes = {"x": (30, 16), "router": (4, 16), "w13": (4, 24, 16), "w2": (4, 16, 12)}
+        leaves = {name: torch.randn(shape, generator=generator).requires_grad_() for name, shape in shapes.items()}
+        dispatcher = LocalDispatcher(4)
+        dispatcher.lets_go = lets_go
+        out_TD, _ = moe_forward(*leaves.values(), RouterSpec(4, 2), dispatcher)
+        out_TD.square().sum().backward(retain_graph=True)
+        out_TD.square().sum().backward()
+        results.append([out_TD.detach(), *(leaf.grad for leaf in leaves.values())])
+    for kept, let_go in zip(*results, strict=True):
+        assert torch.equal(kept, let_go)

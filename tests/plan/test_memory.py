@@ -117,11 +117,11 @@ def test_buffers_of_a_stated_size_are_full_and_pages_hold_what_comes():
 
 
 def test_recomputation_keeps_less_and_by_number():
-    base = [*QWEN, ep(8), "train.loss=fused"]
+    base = [*QWEN, ep(8)]
     none, full = plan(base)[0], plan([*base, "recompute.granularity=full"])[0]
     hidden = 1024 * 2048 * 2
     assert full.activations["residual"] == 48 * hidden
-    assert sum(full.activations.values()) < 0.1 * sum(none.activations.values())
+    assert sum(full.activations.values()) - full.activations["head"] < 0.1 * sum(none.activations.values())
     assert full.peak < none.peak
     peaks = [
         plan([*base, "recompute.granularity=full", f"recompute.layers={list(range(n))}"])[0].peak for n in (12, 24, 36)

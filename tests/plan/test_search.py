@@ -246,7 +246,9 @@ def test_a_search_in_words(capsys):
     assert lines[0] == "qwen3-30b-a3b on 8 x h200-sxm, 64 x 2,048 tokens a step"
     assert lines[1] == "assumed: train.global_batch_size=64"
     assert " costed in full; left out: " in lines[2]
-    assert lines[-4].startswith("best: TP 1, PP ")
+    (best,) = (number for number, line in enumerate(lines) if line.startswith("best: TP 1, PP "))
+    assert lines[best + 1].startswith("stages ")
+    assert lines[best + 2].startswith("stages and layers by integer program: ")
     assert lines[-3].startswith("second: TP 1, PP ")
     assert lines[-2].startswith("the best takes ")
     assert lines[-1].startswith("and needs ")

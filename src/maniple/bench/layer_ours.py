@@ -35,8 +35,9 @@ _COUNT: dict[Variants, int | None] = {"selected": 1, "few": 4, "all": None}
 @dataclass(frozen=True)
 class Variant:
     """Implementations by name, None for what the registry selects. fc1: of its product with SwiGLU, where it is not
-    that of `products`. gathers: fc1 reads x through the permutation, without a copy of the rows. again: backward permutes
-    x again, and the copy is not kept. adds: the matrices' gradients go to fp32 buffers; else they are bf16 tensors."""
+    that of `products`. gathers: fc1 reads x through the permutation, without a copy of the rows. lets_go: backward
+    lets the copy of the rows go once fc1's matrix has its gradient (`LocalDispatcher.lets_go`). adds: the matrices' gradients go to fp32 buffers; else they are bf16
+    tensors."""
 
     recipe: str = "bf16"
     routing: str | None = None
@@ -44,7 +45,7 @@ class Variant:
     products: str | None = None
     fc1: str | None = None
     gathers: bool = False
-    again: bool = False
+    lets_go: bool = False
     adds: bool = True
 
 
@@ -52,7 +53,7 @@ def ours(recipe: str, o: LayerOperands, variants: Variants = "all") -> Iterator[
     """The selected layer of a recipe first, then what else can run, each name once.
 
     variants: "selected": that alone. "few": also routing and permutation by what is not selected, and gradients in
-    bf16, also with rows that are not kept. "all": also the other ways to compute the experts.
+    bf16, also with rows that are let go. "all": also the other ways to compute the experts.
     """
     seen: set[str] = set()
     for variant in itertools.islice(_variants(recipe, o.device), _COUNT[variants]):
@@ -74,7 +75,7 @@ def _variants(recipe: str, device: torch.device) -> Iterator[Variant]:
     if recipe != "bf16":
         return
     yield replace(base, adds=False)
-    yield replace(base, adds=False, again=True)
+    yield replace(base, adds=False, lets_go=True)
     yield replace(base, gathers=True)
     if device.type == "cuda":
         yield replace(base, fc1="hopper_fused")
@@ -98,7 +99,7 @@ def _made(variant: Variant, role: Role, o: LayerOperands) -> Layer | Absent:
     notes.append("adds to fp32 gradients" if variant.adds else "gradients in bf16")
 
     def forward(mark: Mark | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        with forgetting() if variant.again else contextlib.nullcontext():
+        with forgetting() if variant.lets_go else contextlib.nullcontext():
             return layer(o, variant, caches, mark)
 
     return Layer(_name(variant, parts), role, forward, o.leaves, note=", ".join(notes), stages=True)
@@ -138,8 +139,8 @@ def _name(variant: Variant, parts: dict[str, str]) -> str:
         words.append(f"fc1 {variant.fc1}")
     if variant.gathers:
         words.append("rows gathered by fc1")
-    if variant.again:
-        words.append("rows permuted again")
+    if variant.lets_go:
+        words.append("rows let go")
     if not variant.adds:
         words.append("bf16 gradients")
     return ", ".join(words)
@@ -160,7 +161,7 @@ def layer(
     # views are made where they are used, since backward goes by the order in which nodes were made
     x_TD = _seen(o.x_TD, mark, "dispatch")
     dispatcher = LocalDispatcher(o.shape.experts, kernels=variant.permute)
-    dispatcher.gathers_again = variant.again
+    dispatcher.lets_go = variant.lets_go
     if variant.gathers:
         handle = sort_by_expert(routing.ids_TK, o.shape.experts, kernels=variant.permute)
         rows_SD, ends_G = x_TD, handle.ends_E

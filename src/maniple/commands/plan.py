@@ -57,6 +57,13 @@ def job(
         Path | None,
         typer.Option("--report", metavar="FILE", help="write a page there, with plans around this one: HTML, one file"),
     ] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="what if the pipeline ran zb-h1 or zbv: simulated only, the engine runs 1f1b, interleaved",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what each rank of a job needs of its GPU, whether it fits, and how long a step takes."""
@@ -64,8 +71,13 @@ def job(
     from maniple.config.load import load
     from maniple.plan import report, time_report
     from maniple.plan.imbalance import Imbalance
+    from maniple.plan.schedules import SPLIT
     from maniple.plan.time import estimate
 
+    simulated = schedule in SPLIT
+    for option, asked_for in (("--trace", trace), ("--report", report_ is not None)):
+        if simulated and asked_for:
+            raise UserError(f"--schedule {schedule} is simulated only, and {option} is of the engine's: leave one out")
     uneven = Imbalance.parse(imbalance)
     card_of_gpu = gpu_named(gpu, gpus, calibration)
     if report_ is not None:
@@ -75,11 +87,13 @@ def job(
     loaded = load(config, [*(set_ or []), f"model.card={json.dumps(model, ensure_ascii=False)}"])
     config_, assumed = _with_batch(loaded, gpus)
     card = resolve_card(config_)
-    plan = report.memory_plan(config_, card, card_of_gpu, gpus, uneven)
-    time = estimate(config_, card, card_of_gpu, gpus, imbalance=uneven)
+    plan = report.memory_plan(config_, card, card_of_gpu, gpus, uneven, schedule)
+    time = estimate(config_, card, card_of_gpu, gpus, imbalance=uneven, schedule=schedule)
     traced = _traced(plan) if trace else None
     if pipeline_trace is not None:
-        number = time_report.write_timeline(config_, card, card_of_gpu, gpus, pipeline_trace, imbalance=uneven)
+        number = time_report.write_timeline(
+            config_, card, card_of_gpu, gpus, pipeline_trace, imbalance=uneven, schedule=schedule
+        )
         print(f"maniple: {pipeline_trace}: {number} micro-batches of the pipeline", file=sys.stderr)
     if report_ is not None:
         words = ["maniple", "plan", model, "--gpus", str(gpus), "--gpu", gpu]
@@ -91,6 +105,7 @@ def job(
         html_report.write(asked, report_)
     if as_json:
         said = report.as_json(plan) | {"time": time_report.as_json(time), "assumed": assumed}
+        said |= {"simulated_only": True} if simulated else {}
         print(json.dumps(said | ({"trace": traced} if traced else {}), indent=2))
         return
     where = plan.placement
@@ -116,6 +131,8 @@ def job(
         print(note)
     print()
     print(time_report.headline(time))
+    if simulated:
+        print(f"schedule {schedule}: simulated only; the engine runs 1f1b and interleaved")
     print(plan.verdict)
 
 

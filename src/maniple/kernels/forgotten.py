@@ -21,8 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 class _Recipe:
     """Computes some tensors again, once for all that were saved of them in one graph."""
 
-    def __init__(self, compute: Callable[[], Sequence[torch.Tensor]]) -> None:
-        self.compute = compute
+    def __init__(self, compute: Callable[[], Sequence[torch.Tensor]], late: bool) -> None:
+        self.compute, self.late = compute, late
         self.saved = self.left = 0  # places where one of them was saved; those that have not asked yet
         self.made: Sequence[torch.Tensor] | None = None
 
@@ -45,13 +45,14 @@ class _Recipe:
 
 @dataclass(frozen=True)
 class _Place:
-    """A view of one of a recipe's tensors."""
+    """A view of one of a recipe's tensors. there: itself, until it is taken, where the recipe is for later."""
 
     recipe: _Recipe
     number: int
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    there: list[torch.Tensor]
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.as_strided(self.size, self.stride, self.offset)
@@ -80,13 +81,18 @@ def active() -> bool:
     return _scopes > 0 and torch.is_grad_enabled()
 
 
-def forget(tensors: Sequence[torch.Tensor], compute: Callable[[], Sequence[torch.Tensor]]) -> None:
+def forget(
+    tensors: Sequence[torch.Tensor], compute: Callable[[], Sequence[torch.Tensor]], *, late: bool = False
+) -> None:
     """Wherever these tensors, or views of them, are saved for backward from now on, `compute` is instead.
+
+    late: they are saved, and let go by the first operation that reads them in backward, where autograd would hold them
+    until that operation is done; only another backward pass computes them again.
 
     compute: makes the very same tensors, in their order and strides; called without gradients, during backward. It
     should hold what is saved anyway, and of others `hold(tensor)`. To no end unless `active()`.
     """
-    recipe = _Recipe(compute)
+    recipe = _Recipe(compute, late)
     for number, tensor in enumerate(tensors):
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -112,11 +118,15 @@ def pack(tensor: torch.Tensor) -> torch.Tensor | _Place:
     if place is None:
         return tensor
     place.recipe.saved += 1
+    if place.recipe.late:
+        place.there.append(tensor.detach())
     return place
 
 
 def unpack(saved: torch.Tensor | _Place) -> torch.Tensor:
-    return saved.of(saved.recipe.take(saved.number)) if isinstance(saved, _Place) else saved
+    if not isinstance(saved, _Place):
+        return saved
+    return saved.there.pop() if saved.there else saved.of(saved.recipe.take(saved.number))
 
 
 def _find(tensor: torch.Tensor) -> _Place | None:
@@ -125,7 +135,7 @@ def _find(tensor: torch.Tensor) -> _Place | None:
     recipe, number, dtype, _ = _known.get(tensor.untyped_storage()._cdata, (None, 0, None, None))
     if recipe is None or dtype != tensor.dtype:
         return None
-    return _Place(recipe, number, tensor.size(), tensor.stride(), tensor.storage_offset())
+    return _Place(recipe, number, tensor.size(), tensor.stride(), tensor.storage_offset(), [])
 
 
 def _drop(key: int, _: weakref.ref) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -71,7 +72,8 @@ class LocalDispatcher:
             raise ValueError(f"experts of a rank are a run of some, not {self.experts}")
         self.room = room
         self.kernels = kernels  # an implementation of permute, or None or "auto" for the best
-        self.gathers_again = False  # backward keeps x_TD in place of the rows, inside `forgotten.forgetting()`
+        # inside `forgotten.forgetting()`: backward keeps x_TD in place of the rows; or lets them go before it is done
+        self.gathers_again = self.lets_go = False
 
     def dispatch_preprocess(self, x_TD, ids_TK, probs_TK) -> tuple[torch.Tensor, torch.Tensor, Permutation]:
         local, slots = len(self.experts), ids_TK.numel()
@@ -83,9 +85,10 @@ class LocalDispatcher:
             self.room.note(handle.ends_E[-1])
             handle = replace(handle, ends_E=handle.ends_E.clamp(max=slots))
         rows_SD = permute(x_TD, handle, slots=slots, kernels=self.kernels)
-        if self.gathers_again and active():
+        if (self.gathers_again or self.lets_go) and active():
             x = hold(x_TD)
-            forget([rows_SD], lambda: [permute(x(), handle, slots=slots, kernels=self.kernels)])
+            again = partial(permute, slots=slots, kernels=self.kernels)
+            forget([rows_SD], lambda: [again(x(), handle)], late=not self.gathers_again)
         return rows_SD, permute_probs(probs_TK, handle, slots=slots, kernels=self.kernels), handle
 
     def token_dispatch(self, rows, probs, handle: Permutation) -> Pair:

@@ -15,7 +15,7 @@ from maniple.plan.memory_schedule import fullest_moment
 from maniple.plan.parameters import RankParameters
 from maniple.plan.profile import MANIPLE, Profile
 from maniple.plan.shapes import Shapes, shapes
-from maniple.plan.stages import Placement, place
+from maniple.plan.stages import Placement, folded, place
 
 
 @dataclass(frozen=True)
@@ -60,28 +60,32 @@ def of_job(
     *,
     imbalance: Imbalance | None = None,
     context_rank: int = 1,
+    schedule: str | None = None,
 ) -> list[RankMemory]:
     """One a pipeline rank, in order. Raises UserError for a job that cannot run on `world_size` ranks.
 
     imbalance: how unevenly tokens choose experts; the rank is then the fullest of its expert-parallel group.
-    context_rank: among context-parallel ranks; the first needs least, all others as much as each other.
+    context_rank: among context-parallel ranks; the first needs least, all others as much as each other. schedule: of
+    `schedules.SCHEDULES`; None is the engine's own.
     """
     where = place(config, card, world_size)
+    if schedule == "zbv":
+        where = folded(where)
     load = (imbalance or Imbalance()).factor(card.moe.num_experts, where.expert)
     z = shapes(config, card, where, context_rank=context_rank, load=load)
     layers = Layers(config, card, z, profile)
-    return [_of_rank(layers, where, rank) for rank in range(where.pipeline)]
+    return [_of_rank(layers, where, rank, schedule) for rank in range(where.pipeline)]
 
 
 def tightest(ranks: list[RankMemory]) -> RankMemory:
     return max(ranks, key=lambda rank: rank.total)
 
 
-def _of_rank(layers: Layers, where: Placement, rank: int) -> RankMemory:
+def _of_rank(layers: Layers, where: Placement, rank: int, schedule: str | None) -> RankMemory:
     config, card, z, profile = layers.config, layers.card, layers.z, layers.profile
     count = parameters.of_rank(config, card, where, rank)
     chunks = [chunk_of(layers, stage) for stage in where.of_rank(rank)]
-    most, moment, activations, in_flight = fullest_moment(config, where, rank, chunks, z.L * z.D * z.b)
+    most, moment, activations, in_flight = fullest_moment(config, where, rank, chunks, z.L * z.D * z.b, schedule)
     states, held = states_of(config, where, count), _held(config, card, where, rank, z, profile)
     working = most - sum(activations.values())
     tensors = sum(states.values()) + sum(held.values()) + most

@@ -11,21 +11,36 @@ from collections import Counter
 from typing import NamedTuple
 
 from maniple.config.schema import TrainConfig
+from maniple.plan import schedules
 from maniple.plan.memory_chunks import Chunk, Piece
 from maniple.plan.stages import Placement
 
 
 class Pass(NamedTuple):
+    """Forward or backward, of a chunk and a micro-batch. Where a schedule splits backward passes, what is kept is there
+    until the weights' gradients are made: keeps says that they are not yet, weights that this pass makes them."""
+
     forward: bool
     chunk: int
     micro_batch: int
+    keeps: bool = False
+    weights: bool = False
 
 
-def passes(place: Placement, rank: int, *, overlapped: bool = False) -> list[Pass]:
+def passes(place: Placement, rank: int, *, overlapped: bool = False, schedule: str | None = None) -> list[Pass]:
     """Of pipeline rank `rank`: a prefix of its step that holds the fullest moment, and all of what it began.
 
     overlapped: one micro-batch's exchange runs beside another's backward pass, which takes one forward pass more.
+    schedule: one that splits backward passes, from `schedules.SPLIT`; all others are the engine's own.
     """
+    if schedule in schedules.SPLIT:
+        count = min(place.micro_batches, 3 * place.pipeline)
+        slots = schedules.build(schedule, place.pipeline, count, place.chunks, overlap=overlapped).programs[rank]
+        return [
+            Pass(task.kind == "F", task.chunk, task.micro_batch, task.kind == "B", task.kind == "W")
+            for slot in slots
+            for task in slot
+        ]
     stages, chunks, rest = place.pipeline, place.chunks, place.pipeline - 1 - rank
     if chunks == 1:
         count = min(place.micro_batches, rest + 2 + overlapped)
@@ -52,7 +67,7 @@ def _interleaved(count: int, chunks: int, stages: int) -> list[tuple[int, int]]:
 
 
 def fullest_moment(
-    config: TrainConfig, where: Placement, rank: int, chunks: list[Chunk], one: int
+    config: TrainConfig, where: Placement, rank: int, chunks: list[Chunk], one: int, schedule: str | None = None
 ) -> tuple[int, str, Counter[str], int]:
     """(bytes at the fullest moment, where it is, what is kept then by part, passes in flight). one: bytes of a message.
 
@@ -67,11 +82,15 @@ def fullest_moment(
     overlapped = config.moe.overlap_exchange
     flying: list[int] = []  # chunks of the passes that wait for their backward
     flying_bytes = messages = 0
-    order = passes(where, rank, overlapped=overlapped)
+    order = passes(where, rank, overlapped=overlapped, schedule=schedule)
     beside: Chunk | None = None
     known: dict[tuple, tuple[int, str, Counter[str]]] = {}  # of passes, which are all alike
     for number, each in enumerate(order):
         chunk = chunks[each.chunk]
+        if each.weights:  # its products hold less than those of the pass before it
+            flying.remove(each.chunk)
+            flying_bytes -= sizes[each.chunk]
+            continue
         if not each.forward:
             flying.remove(each.chunk)
             flying_bytes -= sizes[each.chunk]
@@ -95,7 +114,7 @@ def fullest_moment(
             if partner is not None:
                 waiting.remove(partner)
             best, said, fullest, in_flight = others + most, f"{direction}, {moment}", (own, waiting), len(flying) + 1
-        if each.forward:
+        if each.forward or each.keeps:
             flying.append(each.chunk)
             flying_bytes += sizes[each.chunk]
     parts = Counter(fullest[0])

@@ -14,7 +14,7 @@ from maniple.plan import memory
 from maniple.plan.imbalance import Imbalance
 from maniple.plan.memory import RankMemory
 from maniple.plan.profile import MANIPLE
-from maniple.plan.stages import Placement, Stage, place
+from maniple.plan.stages import Placement, Stage, folded, place
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,19 @@ class MemoryPlan:
 
 
 def memory_plan(
-    config: TrainConfig, card: ModelCard, gpu: GPU, world_size: int, imbalance: Imbalance | None = None
+    config: TrainConfig,
+    card: ModelCard,
+    gpu: GPU,
+    world_size: int,
+    imbalance: Imbalance | None = None,
+    schedule: str | None = None,
 ) -> MemoryPlan:
-    """Raises UserError, in one line, for a job that cannot run on `world_size` ranks."""
+    """schedule: of `schedules.SCHEDULES`; None is the engine's own. Raises UserError, in one line, for a job that
+    cannot run on `world_size` ranks."""
     profile = replace(MANIPLE, native_mxfp8=gpu.mxfp8_native)
-    ranks = memory.of_job(config, card, world_size, profile, imbalance=imbalance)
-    return MemoryPlan(config, card, gpu, place(config, card, world_size), tuple(ranks))
+    ranks = memory.of_job(config, card, world_size, profile, imbalance=imbalance, schedule=schedule)
+    where = place(config, card, world_size)
+    return MemoryPlan(config, card, gpu, folded(where) if schedule == "zbv" else where, tuple(ranks))
 
 
 def as_json(plan: MemoryPlan) -> dict[str, Any]:

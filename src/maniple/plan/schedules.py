@@ -52,6 +52,7 @@ class Schedule:
 
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zbv")
+SPLIT = ("zb-h1", "zbv")  # backward passes in two; simulated only, as the engine runs the others
 
 
 def build(name: str, ranks: int, micro_batches: int, chunks: int = 1, *, overlap: bool = False) -> Schedule:
@@ -69,7 +70,7 @@ def build(name: str, ranks: int, micro_batches: int, chunks: int = 1, *, overlap
         raise UserError(f"no pipeline schedule is named {name!r}: choose one of {', '.join(SCHEDULES)}")
     if wants.get(name, chunks) != chunks:
         raise UserError(f"schedule {name} has {wants[name]} model chunks a rank, not {chunks}")
-    if name in ("zb-h1", "zbv"):
+    if name in SPLIT:
         if overlap:
             raise UserError(f"schedule {name} already fills its waits with weight gradients: leave overlap out")
         return zb_h1(ranks, micro_batches) if name == "zb-h1" else zbv(ranks, micro_batches)

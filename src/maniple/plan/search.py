@@ -15,7 +15,7 @@ from maniple.config.schema import TrainConfig
 from maniple.errors import UserError
 from maniple.hardware.card import GPU
 from maniple.models.card import ModelCard
-from maniple.plan import memory, search_space, search_stages
+from maniple.plan import memory, search_overlap, search_space, search_stages
 from maniple.plan.imbalance import Imbalance
 from maniple.plan.memory import RankMemory
 from maniple.plan.profile import MANIPLE
@@ -28,6 +28,7 @@ from maniple.plan.time import StepTime, estimate, make_job
 # shares of a GPU's memory below which the best layout is looked for too
 CEILINGS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
 
+_OVERLAPPED = 12  # layouts that are planned with overlapped exchange at most
 _WORTH = 0.01  # share of a step that fewer recomputed layers have to save, for the memory that they take
 
 
@@ -109,13 +110,15 @@ def search(
     ceilings: Collection[float] = CEILINGS,
     refine: bool = True,
     program: bool = True,
+    overlap: bool = True,
 ) -> Found:
     """The best layout of `config` on `world_size` GPUs: TP, PP, chunks and stages, EP, micro-batch, recomputation.
 
     held: dotted keys of these that stay as the job has them (`parallel.tensor_parallel_size`); CP and ETP always do.
     refine: if best or second compute whole layers again, then the fewest of each rank that fit (`search_recompute`),
     where that is a hundredth faster. program: then stages of any sizes and recomputed layers one by one, by integer
-    programs (`search_stages`), where their layouts are faster. Raises UserError, in one line, if no layout is legal.
+    programs (`search_stages`), where their layouts are faster. overlap: then `moe.overlap_exchange`, for layouts that
+    could gain most by it. Raises UserError, in one line, if no layout is legal.
     """
     costing = _Costing(config, card, gpu, world_size, imbalance or Imbalance())
     whole = gpu.memory_bytes
@@ -135,6 +138,9 @@ def search(
         shapes = search_stages.shapes_to_try(legal, stages_held=stages_held, overlapped=overlapped)
         programs = _programs(costing, bounds, shapes, best)
         best, second = _two([*(one for one in (best, second) if one is not None), *programs.found])
+    if overlap and best is not None and not {"moe.overlap_exchange", "parallel.overlap_param_gather"} & set(held):
+        beside = _overlapped(costing, bounds, every, best)
+        best, second = _two([one for one in (best, second, *beside) if one is not None])
     pareto = [] if best is None else [best]
     for share in sorted(ceilings, reverse=True) if best is not None else ():
         top, _ = _fastest(costing, every, round(share * whole))
@@ -170,17 +176,18 @@ class _Costing:
     def __init__(self, config: TrainConfig, card: ModelCard, gpu: GPU, world_size: int, imbalance: Imbalance) -> None:
         self.config, self.card, self.gpu, self.world_size, self.imbalance = config, card, gpu, world_size, imbalance
         self.profile = replace(MANIPLE, native_mxfp8=gpu.mxfp8_native)
-        self.memories: dict[Layout, RankMemory] = {}
+        self.every: dict[Layout, list[RankMemory]] = {}
         self.times: dict[Layout, StepTime] = {}
 
     def ranks(self, layout: Layout) -> list[RankMemory]:
-        config = layout.applied(self.config)
-        return memory.of_job(config, self.card, self.world_size, self.profile, imbalance=self.imbalance)
+        if layout not in self.every:
+            config = layout.applied(self.config)
+            ranks = memory.of_job(config, self.card, self.world_size, self.profile, imbalance=self.imbalance)
+            self.every[layout] = ranks
+        return self.every[layout]
 
     def memory(self, layout: Layout) -> RankMemory:
-        if layout not in self.memories:
-            self.memories[layout] = memory.tightest(self.ranks(layout))
-        return self.memories[layout]
+        return memory.tightest(self.ranks(layout))
 
     def full(self, layout: Layout) -> Costed:
         config = layout.applied(self.config)
@@ -307,6 +314,28 @@ def _programs(costing: _Costing, bounds: Bounds, shapes: list[search_stages.Shap
     found = tuple(costing.full(one.layout) for one in tried.fits)
     models = {one.layout: (one.model_seconds, one.model_bytes) for one in tried.fits}
     return Programs(tried, found, models, best, None)
+
+
+def _overlapped(costing: _Costing, bounds: Bounds, every: list[_Bounded], best: Costed) -> list[Costed]:
+    """The layouts of the least bounds, with overlap, that fit."""
+    config = costing.config
+    if config.moe.overlap_exchange:
+        return []
+    moe = config.moe.model_copy(update={"overlap_exchange": True})
+    parallel = config.parallel.model_copy(update={"overlap_param_gather": False})
+    own = config.model_copy(update={"moe": moe, "parallel": parallel})
+    beside = Bounds(own, costing.card, costing.gpu, replace(bounds.job, config=own), costing.profile, costing.imbalance)
+    some = ((one.seconds, one.layout) for one in every)
+    whole = costing.gpu.memory_bytes
+    out: list[Costed] = []
+    seconds = best.time.seconds
+    for least, layout in sorted(
+        search_overlap.overlapped(beside, some, seconds, whole, costing.world_size), key=lambda one: one[0]
+    )[:_OVERLAPPED]:
+        if least < seconds and costing.memory(layout).total <= whole:
+            out.append(costing.full(layout))
+            seconds = min(seconds, out[-1].time.seconds)
+    return out
 
 
 def _two(costed: list[Costed]) -> tuple[Costed | None, Costed | None]:

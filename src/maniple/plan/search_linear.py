@@ -128,9 +128,9 @@ class Linear:
         if self.chunks == 1:
             number, most = self.micro_batches, 0.0
             around = sum(map(sum, work)) + (self.pipeline - 1) * self.travel
-            for rank, (ahead, back) in enumerate(work):
+            for rank, (forward, backward) in enumerate(work):
                 rest = number - min(number, self.pipeline - rank)
-                most = max(most, around + (number - 1) * back + rest * ahead + rest * self.sends[rank])
+                most = max(most, around + (number - 1) * backward + rest * (forward + self.sends[rank]))
             return most
         longest = [0.0] * self.chunks
         for turn, rank, ahead, back in self.pairs():

@@ -39,6 +39,8 @@ def settings(costed: Costed) -> dict[str, Any]:
     values = {
         f"{section}.{key}": getattr(getattr(config, section), key) for section, keys in chosen.items() for key in keys
     }
+    if costed.layout.overlap:
+        values |= {"moe.overlap_exchange": True, "parallel.overlap_param_gather": False}
     recompute = config.recompute
     values["recompute.num_layers"] = recompute.num_layers
     values["recompute.layers"] = recompute.layers or None
@@ -160,6 +162,7 @@ def said(one: Costed) -> str:
         f"DP {one.where.data}",
         f"micro-batch {layout.micro_batch}",
         f"recompute {_recompute(one)}",
+        *(["exchange overlapped"] if one.config.moe.overlap_exchange else []),
     ]
     return ", ".join(words)
 

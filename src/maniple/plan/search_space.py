@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from maniple.config.check import pipeline_stages
 from maniple.config.schema import TrainConfig
@@ -32,7 +33,7 @@ class Recompute:
 @dataclass(frozen=True)
 class Layout:
     """One way to cut and run a job. stages: `parallel.pipeline_layout`, None for an even cut. chunks: a pipeline rank.
-    recompute: None for the job's own."""
+    recompute: None for the job's own. overlap: turns `moe.overlap_exchange` on, and what excludes it off."""
 
     tensor: int
     pipeline: int
@@ -41,6 +42,7 @@ class Layout:
     expert: int
     micro_batch: int
     recompute: Recompute | None = Recompute()
+    overlap: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -58,10 +60,13 @@ class Layout:
                 "expert_parallel_size": self.expert,
             }
         )
-        update = {
+        update: dict[str, Any] = {
             "parallel": parallel,
             "train": config.train.model_copy(update={"micro_batch_size": self.micro_batch}),
         }
+        if self.overlap:
+            update["moe"] = config.moe.model_copy(update={"overlap_exchange": True})
+            update["parallel"] = parallel.model_copy(update={"overlap_param_gather": False})
         if self.recompute is not None:
             kind = self.recompute
             update["recompute"] = config.recompute.model_copy(

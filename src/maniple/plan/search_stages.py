@@ -22,11 +22,11 @@ from maniple.plan.search_space import MODULES, Layout, Recompute, even_stages, l
 from maniple.plan.stages import Placement
 
 _ROUNDS = 3
-_RELAXED = 32  # shapes whose relaxed program is solved
-_SMALL, _LARGE = 12, 2  # and those whose integer program is: a large one takes a second or more
-_SIZE = (
-    12  # stages x runs of a large one, that is interleaved; no branches are looked at: they cost most and gain least
-)
+_DOUBT = 1.1  # an interleaved pipeline's model may be so much slower than the full plan
+_RELAXED = 48  # shapes whose relaxed program is solved
+_SMALL = 12  # shapes whose integer program is solved, if it is small
+_SIZE = 12  # stages x runs of a large one, that is interleaved: it takes a second or more, and branches gain little
+_WORK = 100  # stages x runs of all large ones, after which no other is begun
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Solved:
 @dataclass(frozen=True)
 class Tried:
     """too_large: shapes whose states alone do not fit, however they are cut; relaxed, solved: how many programs, and
-    infeasible: those of the relaxed that have no answer; fits: answers that fit by the full plan; misfits: how many do
-    not."""
+    infeasible: those of the relaxed that have no answer; fits: answers that fit by the full plan and could be faster
+    than what was found; misfits: how many do not fit."""
 
     shapes: int
     too_large: int
@@ -106,7 +106,7 @@ def improve(
         (bounds.seconds(shapes[number].layout, shapes[number].where) - tail, number, None) for number in numbers
     ]
     heapq.heapify(heap)
-    relaxed = infeasible = solved = small = large = misfits = 0
+    relaxed = infeasible = solved = small = work = misfits = 0
     fits: list[Solved] = []
     best = seconds - tail
     while heap:
@@ -126,17 +126,19 @@ def improve(
             else:
                 heapq.heappush(heap, (bound.seconds, number, linear))
             continue
-        if _is_large(linear):
-            large += 1
-        else:
-            small += 1
-        if large > _LARGE if _is_large(linear) else small > _SMALL:
+        if small == _SMALL if not _is_large(linear) else work >= _WORK:
             continue
         found, times, wrong = _solved(bounds, shape, linear, ceiling, ranks_of)
         solved, misfits = solved + times, misfits + wrong
+        if _is_large(linear):
+            work += times * _size(linear)
+        else:
+            small += 1
+        doubt = 1.0 if linear.chunks == 1 else _DOUBT
         for one in found:
-            fits.append(one)
-            best = min(best, pipeline_seconds(one.layout))
+            if one.model_seconds < doubt * best:
+                fits.append(one)
+                best = min(best, pipeline_seconds(one.layout))
     return Tried(len(shapes), too_large, relaxed, infeasible, solved, misfits, tuple(fits))
 
 
@@ -161,8 +163,12 @@ def _model(bounds: Bounds, shape: Shape, ceiling: int, ranks_of: Callable[[Layou
     return linear.through(linear.cut_of(shape.where, ()), [rank.total for rank in ranks_of(shape.layout)])
 
 
+def _size(linear: Linear) -> int:
+    return linear.stages * len(linear.runs)
+
+
 def _is_large(linear: Linear) -> bool:
-    return linear.chunks > 1 and linear.stages * len(linear.runs) > _SIZE
+    return linear.chunks > 1 and _size(linear) > _SIZE
 
 
 def _solved(
@@ -204,10 +210,10 @@ def _solved(
         if max(sizes) <= ceiling:
             out.append(Solved(layout, answer.seconds, max(linear.sizes(answer.cut))))
             start = answer.cut
-            if _is_large(linear):
-                break
         else:
             misfits += 1
+        if _is_large(linear) and (max(sizes) <= ceiling or times * _size(linear) >= _WORK):
+            break
         linear = linear.through(answer.cut, sizes)
     return out, times, misfits
 

@@ -3,7 +3,7 @@ the groups that the job's ranks form."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from maniple.config.check import check, data_parallel_size, pipeline_stages
 from maniple.config.schema import TrainConfig
@@ -100,6 +100,17 @@ def place(config: TrainConfig, card: ModelCard, world_size: int) -> Placement:
         micro_batches=config.train.global_batch_size // (config.train.micro_batch_size * data),
         stages=tuple(stages),
     )
+
+
+def folded(place: Placement) -> Placement:
+    """The stages of two chunks a rank as a V: the second half of them from the last rank back to the first, which so
+    has both ends of the model. No engine's layout: for schedules that are simulated."""
+    last = len(place.stages) - 1
+    stages = tuple(
+        replace(stage, rank=min(number, last - number), chunk=int(2 * number > last))
+        for number, stage in enumerate(place.stages)
+    )
+    return replace(place, stages=stages)
 
 
 def _even(card: ModelCard, stages: int) -> list[str]:

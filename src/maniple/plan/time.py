@@ -7,7 +7,7 @@ Seconds are those of the whole job: every rank waits for the slowest when the gr
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from maniple.config.schema import TrainConfig
 from maniple.errors import UserError
@@ -21,6 +21,7 @@ from maniple.plan.imbalance import Imbalance
 from maniple.plan.operators import Machine, Parts, optimizer_seconds
 from maniple.plan.simulator import Simulation, StageCost, simulate
 from maniple.plan.stage_time import MODULES, Graphs, Job, stage_time
+from maniple.plan.stages import folded
 from maniple.plan.stages import place as place_stages
 
 # groups, of as many micro-batches as there are pipeline ranks, that are simulated one by one
@@ -83,6 +84,8 @@ def estimate(
         graphs=graphs,
         recompute_modules=recompute_modules,
     )
+    if schedule == "zbv":
+        job = replace(job, place=folded(job.place))
     times = [stage_time(job, stage) for stage in job.place.stages]
     costs = [time.cost(job) for time in times]
     seconds, busy, run = _pipeline(job, costs, schedule)
@@ -181,10 +184,6 @@ def simulated_step(job: Job, schedule: str | None = None, micro_batches: int | N
 def _schedule(job: Job, name: str | None, micro_batches: int) -> schedules.Schedule:
     place = job.place
     name = name or ("1f1b" if place.chunks == 1 else "interleaved")
-    if name == "zbv" and place.chunks == 2:
-        raise UserError(
-            "schedule zbv places its two chunks as a V, and the engine's layouts do not: it is simulated only"
-        )
     return schedules.build(name, place.pipeline, micro_batches, place.chunks, overlap=job.config.moe.overlap_exchange)
 
 

@@ -53,15 +53,16 @@ def write_timeline(
     file: Path,
     *,
     imbalance: Imbalance | None = None,
+    schedule: str | None = None,
 ) -> int:
     """Writes the simulated pipeline as a Chrome trace; returns how many micro-batches are in it, from the first.
 
-    Raises UserError if the file cannot be written.
+    schedule: of `schedules.SCHEDULES`; None is the engine's own. Raises UserError if the file cannot be written.
     """
     job = make_job(config, card, gpu, world_size, imbalance=imbalance)
     number = min(job.place.micro_batches, _MOST_PASSES * job.place.pipeline)
     try:
-        write_trace(simulated_step(job, micro_batches=number), file)
+        write_trace(simulated_step(job, schedule, number), file)
     except OSError as error:
         raise UserError(f"--pipeline-trace {file}: {error.strerror}") from None
     return number

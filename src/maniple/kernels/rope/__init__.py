@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys, forward and backward in one pass each. `rotate` is the public function.
+"""Rotary position embedding of queries and keys, one pass a direction. `rotate` is the public function.
 
 An implementation is an object with the function of `reference.py`.
 """
@@ -35,8 +35,8 @@ def rotate(
         )
     if not cos_SR.shape == sin_SR.shape == (x_SBHD.shape[0], cos_SR.shape[1]) or 2 * cos_SR.shape[1] > x_SBHD.shape[3]:
         raise ValueError(
-            f"cos {list(cos_SR.shape)} and sin {list(sin_SR.shape)} do not fit x {list(x_SBHD.shape)}: both are [S, R], "
-            f"2 R at most {x_SBHD.shape[3]}"
+            f"cos {list(cos_SR.shape)} and sin {list(sin_SR.shape)} do not fit x {list(x_SBHD.shape)}: both are "
+            f"[S, R], 2 R at most {x_SBHD.shape[3]}"
         )
     implementation = registry.use("rope", "bf16", x_SBHD.device.type, kernels)
     return _Rotate.apply(x_SBHD, cos_SR.contiguous(), sin_SR.contiguous(), implementation)
