@@ -32,6 +32,7 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", action="append", choices=[*MODELS, "random"], help="default: all")
     parser.add_argument("--recipe", action="append", choices=grouped_gemm.RECIPES, help="default: all")
+    parser.add_argument("--op", action="append", choices=grouped_gemm.ALL_OPS, help="default: all")
     parser.add_argument(
         "--seed", type=int, help="of the random shapes, group sizes and operands; default: today's date"
     )
@@ -57,6 +58,7 @@ def main(words: list[str] | None = None) -> int:
         None,
         seed,
         rows.command_of(["python", "benchmarks/grouped_gemm.py", *words, *again]),
+        options.op,
     )
     run = partial(grouped_gemm.run, plan)
     out = options.out

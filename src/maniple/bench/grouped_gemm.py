@@ -20,11 +20,13 @@ from maniple.bench.shapes import OPS, Shape
 from maniple.errors import UserError
 
 RECIPES = tuple(BOUNDS)
+ALL_OPS = (*OPS, *quantizing.OPS, mlp.OP)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured. kernels: one of our implementations, None for all that can run. command: for the rows."""
+    """What is measured. kernels: one of our implementations, None for all that can run. command: for the rows. ops: by
+    name, None for all."""
 
     shapes: Sequence[Shape]
     recipes: Sequence[str]
@@ -33,6 +35,10 @@ class Plan:
     kernels: str | None
     seed: int
     command: str
+    ops: Sequence[str] | None = None
+
+    def has(self, op: str) -> bool:
+        return self.ops is None or op in self.ops
 
 
 def check_recipes(recipes: Sequence[str], device: torch.device, kernels: str | None) -> None:
@@ -61,10 +67,12 @@ def run(plan: Plan, progress: Callable[[str], None]) -> Iterator[list[Row]]:
 def _contests(plan: Plan, operands: Operands, fc1: Operands | None) -> Iterator[Contest]:
     """Of a shape; after a model's fc2, for which `fc1` is kept, those of its whole MLP."""
     for recipe in plan.recipes:
-        for op in OPS:
+        for op in filter(plan.has, OPS):
             yield _product(op, recipe, operands, plan.kernels)
-        if recipe != "bf16":
-            yield from quantizing.contests(recipe, operands)
+        if recipe != "bf16" and any(map(plan.has, quantizing.OPS)):
+            yield from (contest for contest in quantizing.contests(recipe, operands) if plan.has(contest.op))
+    if not plan.has(mlp.OP):
+        return
     if fc1 is not None and operands.shape.matrix == "fc2" and operands.shape.model == fc1.shape.model:
         experts = mlp.Experts(fc1, operands)
         for recipe in plan.recipes:

@@ -35,9 +35,9 @@ _COUNT: dict[Variants, int | None] = {"selected": 1, "few": 4, "all": None}
 @dataclass(frozen=True)
 class Variant:
     """Implementations by name, None for what the registry selects. fc1: of its product with SwiGLU, where it is not
-    that of `products`. gathers: fc1 reads x through the permutation, without a copy of the rows. lets_go: backward
-    lets the copy of the rows go once fc1's matrix has its gradient (`LocalDispatcher.lets_go`). adds: the matrices' gradients go to fp32 buffers; else they are bf16
-    tensors."""
+    that of `products`. gathers: fc1 reads x through the permutation, without a copy of the rows. lets_go: backward lets
+    that copy go once fc1's matrix has its gradient (`LocalDispatcher.lets_go`). adds: the matrices' gradients go to
+    fp32 buffers; else they are bf16 tensors."""
 
     recipe: str = "bf16"
     routing: str | None = None

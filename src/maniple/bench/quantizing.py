@@ -14,6 +14,7 @@ from maniple.bench.shapes import OPERAND_BYTES
 from maniple.errors import UserError
 from maniple.kernels import quantize, registry
 
+OPS = {"quantize_rows": "rows", "quantize_weight": "weight", "emulate_rows": "emulation"}  # what each quantizes
 Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]  # what came out, and what it is of
 
 
@@ -87,7 +88,7 @@ def _contest(
 
 def _operands(op: str, recipe: str, o: Operands) -> tuple[object, ...]:
     """What the implementations of `quantize` are chosen by."""
-    what = {"quantize_rows": "rows", "quantize_weight": "weight", "emulate_rows": "emulation"}[op]
+    what = OPS[op]
     return what, o.w_GNK if what == "weight" else o.x_SK, None, recipe, float8(recipe, o.device)
 
 

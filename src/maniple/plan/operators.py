@@ -231,8 +231,8 @@ def norm_passes(machine: Machine, elements: float) -> Passes:
 
 
 def head_passes(machine: Machine, card: ModelCard, tokens: float, vocabulary: float, loss: str) -> Passes:
-    """Output head and loss (`train.loss`) over `vocabulary` columns on this rank: bf16 products; "logits" also reads and
-    writes them in fp32, "fused" makes them a second time."""
+    """Output head and loss (`train.loss`) over `vocabulary` columns on this rank: bf16 products; "logits" also reads
+    and writes them in fp32, "fused" makes them a second time."""
     passes = Passes()
     passes.linear(machine, "head", tokens, vocabulary, card.hidden_size, "bf16")
     logits = tokens * vocabulary
