@@ -181,11 +181,12 @@ def simulate(schedule: Schedule, costs: Sequence[StageCost]) -> Simulation:
 def _needs(
     schedule: Schedule, rank: int, task: Task, last: int, place: dict[int, tuple[int, int]]
 ) -> list[tuple[str, tuple[int, Task]]]:
-    stage = schedule.stages[rank][task.chunk]
-    if task.kind == "W":
-        return [("own", (rank, task._replace(kind="B")))]
-    needs = [("own", (rank, task._replace(kind="F")))] if task.kind == "B" else []
-    if (task.kind == "F" and stage > 0) or (task.kind == "B" and stage < last):
+    kind, micro_batch, chunk = task
+    if kind == "W":
+        return [("own", (rank, Task("B", micro_batch, chunk)))]
+    stage = schedule.stages[rank][chunk]
+    needs = [("own", (rank, Task("F", micro_batch, chunk)))] if kind == "B" else []
+    if stage > 0 if kind == "F" else stage < last:
         needs.append(("message", (rank, task)))
     return needs
 
