@@ -163,7 +163,8 @@ def _adamw(dtype: torch.dtype, count: int, device: torch.device) -> Ready:
     grad = torch.full((count,), 1e-3, device=device)
     states = [torch.zeros(count, device=device, dtype=dtype) for _ in range(3)]
     model = torch.zeros(count, device=device, dtype=torch.bfloat16) if dtype == torch.float32 else None
-    shard = Shard(grad, *states, model)
+    main, average, squares = states
+    shard = Shard(grad, main, average, squares, model)
 
     def update() -> None:
         (norm,) = torch._foreach_norm([grad])
