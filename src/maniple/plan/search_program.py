@@ -216,9 +216,8 @@ class _Program:
         import numpy as np
 
         class Quiet(highspy.Highs):
-            def enableCallbacks(self) -> None:  # called at construction, when it would print who it is
+            def enableCallbacks(self) -> None:  # called at construction: it would print who it is, and take long
                 self.setOptionValue("output_flag", False)
-                super().enableCallbacks()
 
         failed = highspy.HighsModelStatus.kSolveError
         for presolve in ("choose", "off"):  # HiGHS 1.16 fails to solve one in a hundred of these after its own presolve

@@ -24,6 +24,7 @@ from maniple.plan.stages import Placement
 _ROUNDS = 3
 _DOUBT = 1.1  # an interleaved pipeline's model may be so much slower than the full plan
 _RELAXED = 48  # shapes whose relaxed program is solved
+_RELAXED_WORK = 3000  # stages x runs of these, after which no other is
 _SMALL = 12  # shapes whose integer program is solved, if it is small
 _SIZE = 12  # stages x runs of a large one, that is interleaved: it takes a second or more, and branches gain little
 _WORK = 100  # stages x runs of all large ones, after which no other is begun
@@ -106,7 +107,7 @@ def improve(
         (bounds.seconds(shapes[number].layout, shapes[number].where) - tail, number, None) for number in numbers
     ]
     heapq.heapify(heap)
-    relaxed = infeasible = solved = small = work = misfits = 0
+    relaxed = relaxed_work = infeasible = solved = small = work = misfits = 0
     fits: list[Solved] = []
     best = seconds - tail
     while heap:
@@ -115,10 +116,10 @@ def improve(
             break
         shape = shapes[number]
         if linear is None:
-            if relaxed == _RELAXED:
+            if relaxed == _RELAXED or relaxed_work >= _RELAXED_WORK:
                 continue
-            relaxed += 1
             linear = _model(bounds, shape, ceiling, ranks_of)
+            relaxed, relaxed_work = relaxed + 1, relaxed_work + _size(linear)
             start = linear.cut_of(shape.where, ())
             bound = solve(linear, relaxed=True, fixed=None if shape.stages_free else start)
             if bound is None:
