@@ -50,5 +50,26 @@ def test_the_simulated_pipeline_is_written_for_perfetto(capsys, tmp_path):
     assert f"{file}: 16 micro-batches of the pipeline" in capsys.readouterr().err
     events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
     assert {event["tid"] for event in events if event["ph"] == "X"} == {0, 1, 2, 3}
-    assert cli.main([*QWEN, "--pipeline-trace", str(tmp_path / "nowhere" / "pipeline.json")]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    for there in (file, tmp_path / "nowhere" / "pipeline.json"):  # a file stays
+        assert cli.main([*QWEN, "--pipeline-trace", str(there)]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+    assert json.loads(file.read_text(encoding="utf-8"))["traceEvents"] == events
+    both = str(tmp_path / "both")
+    assert cli.main([*QWEN, "--pipeline-trace", both, "--report", both]) == 2
+    assert "give one another name" in capsys.readouterr().err
+
+
+def test_no_rank_has_more_than_all_tokens(capsys):
+    most, more = _planned(capsys, "--imbalance", "8"), _planned(capsys, "--imbalance", "1e30")
+    assert more["load_factor"] == most["load_factor"] <= 8
+    assert more["seconds"] == most["seconds"]
+
+
+def test_a_model_that_is_not_the_files_is_said(capsys, tmp_path):
+    file = tmp_path / "job.yaml"
+    file.write_text("model: {card: mixtral-8x7b}\n", encoding="utf-8")
+    assert cli.main([*QWEN, "--config", str(file), "--json"]) == 0
+    assert capsys.readouterr().err == f"maniple: {QWEN[1]} is planned in place of {file}'s own mixtral-8x7b\n"
+    file.write_text(f"model: {{card: {QWEN[1]}}}\n", encoding="utf-8")
+    assert cli.main([*QWEN, "--config", str(file), "--json"]) == 0
+    assert capsys.readouterr().err == ""

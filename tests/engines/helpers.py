@@ -92,9 +92,10 @@ class Engine:
         }
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """What the optimizer reads, by canonical name; wholly present without the distributed optimizer only."""
+        """Of the step's mean loss, by canonical name; wholly present without the distributed optimizer only."""
+        factor = getattr(self.optimizer, "scale_to_come", None)
         return {
-            canonical(chunk, name): parameter.main_grad.detach().clone()
+            canonical(chunk, name): parameter.main_grad.detach() * (1.0 if factor is None else factor)
             for chunk in map(model.unwrap, self.chunks)
             for name, parameter in chunk.named_parameters()
         }

@@ -21,7 +21,7 @@ def both_ways(rank: int, world_size: int) -> dict[str, list]:
     for name in CARDS:
         card = load_card(name).tiny()
         for ours in (False, True):
-            GroupedAttention._takes_kernel = lambda self, hidden, others, ours=ours: ours
+            GroupedAttention._takes_kernel = lambda self, hidden, others, ours=ours: ours  # `hidden` is on a CPU
             engine = helpers.Engine(card, helpers.make_job(recompute={"granularity": "full"} if ours else {}))
             stats = engine.step(helpers.make_batches(card.vocab_size, 2, 2))
             found.setdefault(name, []).append((stats.loss, engine.gradients()))

@@ -1,4 +1,4 @@
-"""The rotary kernel on a GPU against the reference, and grouped-query attention with it against Megatron-Core's own."""
+"""The rotary kernel on a GPU against the reference; engines/test_rotary.py has the layer, on a CPU."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_attained_is_apart_from_peaks_says_where_it_is_from_and_is_below_them():
 
 def test_units():
     gpu = load_gpu("mi355x")
-    assert gpu.memory_bytes == 288_000_000_000
+    assert gpu.memory_bytes == 309_200_000_000  # 287.98 GiB, as a device says
     assert gpu.memory_bytes_per_s == 8e12
     assert gpu.link_bytes_per_s == pytest.approx(7 * 76.8e9)
     assert gpu.scale_out_bytes_per_s == 400e9 / 8

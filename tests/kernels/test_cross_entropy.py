@@ -162,6 +162,14 @@ def test_logits_that_are_kept_are_made_once_and_again_for_a_second_backward_pass
         assert not linear_cross_entropy(hidden_TD, w_VD, labels_T, keep_logits=True).requires_grad
 
 
+def test_without_tokens_the_weights_gradient_is_zero():
+    hidden_TD, w_VD, labels_T, _ = operands(0, 70, 8)
+    for keep in (False, True):
+        losses_T = linear_cross_entropy(hidden_TD, w_VD, labels_T, keep_logits=keep)
+        (grad_VD,) = torch.autograd.grad(losses_T.sum(), w_VD)
+        assert grad_VD.count_nonzero() == 0
+
+
 def test_nothing_is_hidden_of_a_value_that_is_none():
     hidden_TD, w_VD, labels_T, _ = operands(5, 10, 4)
     with torch.no_grad():

@@ -167,7 +167,10 @@ def test_sizes_that_do_not_go_together_say_why(page, report):
 
 def test_the_fastest_that_fits_is_a_button_away(page, report):
     find(page, "#best").click()
-    best = min((cell for cell in report.data["cells"] if cell.get("fits")), key=lambda cell: cell["seconds"])
+    axes = report.data["axes"]
+    assert axes[-1]["name"] == "Router imbalance"  # which nobody chooses: it stays the job's
+    cells = report.data["cells"][axes[-1]["own"] :: len(axes[-1]["values"])]
+    best = min((cell for cell in cells if cell.get("fits")), key=lambda cell: cell["seconds"])
     assert best["seconds"] < report.own["seconds"]
     shows(page, best, report.data["capacity"])
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+from maniple.errors import UserError
 
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output")]
 
@@ -41,3 +44,11 @@ def print_table(headings: list[str], lines: list[list[str]], numbers: Iterable[i
     for line in lines:
         table.add_row(*line)
     Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False).print(table)
+
+
+def check_target(option: str, file: Path) -> None:
+    """Raises UserError if what `option` asks for cannot be written to `file`: something is there, or no folder is."""
+    if file.exists():
+        raise UserError(f"{option} {file}: it exists already: give another name")
+    if not file.absolute().parent.is_dir():
+        raise UserError(f"{option} {file}: there is no folder {file.parent}")

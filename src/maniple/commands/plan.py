@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from maniple.commands import AsJson, Command, Group, print_table
+from maniple.commands import AsJson, Command, Group, check_target, print_table
 from maniple.errors import UserError
 
 
@@ -80,10 +80,12 @@ def job(
             raise UserError(f"--schedule {schedule} is simulated only, and {option} is of the engine's: leave one out")
     uneven = Imbalance.parse(imbalance)
     card_of_gpu = gpu_named(gpu, gpus, calibration)
-    if report_ is not None:
-        from maniple.plan import html_report
-
-        html_report.check_target(report_)
+    for option, file in (("--pipeline-trace", pipeline_trace), ("--report", report_)):
+        if file is not None:
+            check_target(option, file)
+    if report_ is not None and pipeline_trace is not None and report_.absolute() == pipeline_trace.absolute():
+        raise UserError(f"--report and --pipeline-trace are both {report_}: give one another name")
+    say_other_model(model, config)
     loaded = load(config, [*(set_ or []), f"model.card={json.dumps(model, ensure_ascii=False)}"])
     config_, assumed = _with_batch(loaded, gpus)
     card = resolve_card(config_)
@@ -96,6 +98,8 @@ def job(
         )
         print(f"maniple: {pipeline_trace}: {number} micro-batches of the pipeline", file=sys.stderr)
     if report_ is not None:
+        from maniple.plan import html_report
+
         words = ["maniple", "plan", model, "--gpus", str(gpus), "--gpu", gpu]
         for option, file in (("--config", config), ("--calibration", calibration)):
             words += [] if file is None else [option, str(file)]
@@ -145,6 +149,18 @@ def gpu_named(name: str, count: int = 1, calibration: Path | None = None):
     if count < 1:
         raise UserError(f"--gpus {count}: a job has at least one GPU")
     return card if calibration is None else with_calibration(card, calibration)
+
+
+def say_other_model(model: str, config: Path | None) -> None:
+    """Says on standard error that MODEL takes the place of the one that the job file names."""
+    if config is None:
+        return
+    from maniple.config.load import load
+
+    loaded = load(config, [])
+    named = loaded.config.model.card
+    if named not in (None, model) and loaded.origin["model.card"].kind != "default":
+        print(f"maniple: {model} is planned in place of {config}'s own {named}", file=sys.stderr)
 
 
 def _with_batch(loaded, gpus: int) -> tuple[Any, dict[str, Any]]:

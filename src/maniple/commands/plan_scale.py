@@ -29,6 +29,9 @@ def scale(
     imbalance: Annotated[
         str, typer.Option(help="load of the fullest rank over the mean, as for `maniple plan`")
     ] = "dirichlet:8",
+    calibration: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="what `maniple plan calibrate` measured of this GPU")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say how fast one layout is on more and more GPUs, with a batch that grows and with one that stays."""
@@ -36,7 +39,7 @@ def scale(
     from maniple.plan.imbalance import Imbalance
     from maniple.plan.search import search
 
-    uneven, card_of_gpu = Imbalance.parse(imbalance), gpu_named(gpu)
+    uneven, card_of_gpu = Imbalance.parse(imbalance), gpu_named(gpu, calibration=calibration)
     gpus = scaling.sizes(first, last)
     asked = job_to_plan(model, config, set_ or [], first, global_batch_size, sequence_length)
     job, how = asked.config, f"the layout of {config}"

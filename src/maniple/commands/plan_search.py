@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from maniple.commands import AsJson, print_table
-from maniple.commands.plan import gpu_named
-from maniple.errors import UserError
+from maniple.commands import AsJson, check_target, print_table
+from maniple.commands.plan import gpu_named, say_other_model
 
 if TYPE_CHECKING:
     from maniple.config.schema import TrainConfig
@@ -39,6 +38,7 @@ def job_to_plan(
     from maniple.config.check import resolve_card
     from maniple.config.load import PRESETS, load
 
+    say_other_model(model, config)
     every = [f"model.card={json.dumps(model, ensure_ascii=False)}"]
     every += [] if config is not None else ["train.steps=100000"]
     every += sets
@@ -78,6 +78,9 @@ def search(
     imbalance: Annotated[
         str, typer.Option(help="load of the fullest rank over the mean, as for `maniple plan`")
     ] = "dirichlet:8",
+    calibration: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="what `maniple plan calibrate` measured of this GPU")
+    ] = None,
     write: Annotated[
         Path | None, typer.Option(metavar="FILE", help="write the best layout there, as a job for `maniple train`")
     ] = None,
@@ -89,11 +92,9 @@ def search(
     from maniple.plan.search import search as find
 
     uneven = Imbalance.parse(imbalance)
-    card_of_gpu = gpu_named(gpu, gpus)
-    if write is not None and write.exists():
-        raise UserError(f"--write {write}: it exists already: give another name")
-    if write is not None and not write.absolute().parent.is_dir():
-        raise UserError(f"--write {write}: there is no folder {write.parent}")
+    card_of_gpu = gpu_named(gpu, gpus, calibration)
+    if write is not None:
+        check_target("--write", write)
     asked = job_to_plan(model, config, set_ or [], gpus, global_batch_size, sequence_length)
     job, card, assumed = asked.config, asked.card, asked.assumed
     found = find(job, card, card_of_gpu, gpus, held=asked.held, imbalance=uneven)
@@ -115,4 +116,5 @@ def search(
             print(line)
     if write is not None:
         words = ["maniple", "plan", "search", model, "--gpus", str(gpus), "--gpu", gpu]
+        words += [] if calibration is None else ["--calibration", str(calibration)]
         search_report.write_job(found, write, shlex.join(words))

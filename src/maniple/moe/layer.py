@@ -32,7 +32,8 @@ def moe_forward(
     router_ED: `[E, D]`, with its linear bias `router_bias_E`; expert_bias_E: the fp32 balancing bias of selection. The
     other arguments are those of `expert_mlp`; w13 and w2 hold the experts of this rank. With `dispatcher.lets_go` (a
     `LocalDispatcher`'s) backward needs less memory at most: the experts' copy of the rows is gone once the gradient of
-    w13 is made, and a second backward pass of the same graph makes it again.
+    w13 is made, and a second backward pass of the same graph makes it again. Hooks of saved tensors that are set
+    outside, checkpointing among them, then do not see what the experts save.
     """
     routing = route(router_logits(x_TD, router_ED, router_bias_E), spec, expert_bias_E, kernels=kernels)
     with forgetting() if getattr(dispatcher, "lets_go", False) else nullcontext():

@@ -57,14 +57,6 @@ class Asked:
     assumed: dict[str, Any]
 
 
-def check_target(file: Path) -> None:
-    """Raises UserError if a report cannot be written there: something is, or the folder is not."""
-    if file.exists():
-        raise UserError(f"--report {file}: it exists already: give another name")
-    if not file.absolute().parent.is_dir():
-        raise UserError(f"--report {file}: there is no folder {file.parent}")
-
-
 def write(asked: Asked, file: Path) -> None:
     """Plans what the page shows, saying on standard error how far it is, and writes the page.
 

@@ -29,7 +29,8 @@ class Imbalance:
         least = 1.0 if self.kind == "factor" else 0.0
         # not `<`: it is false of NaN
         if not least <= self.parameter < float("inf") or (self.kind == "dirichlet" and self.parameter == 0):
-            raise UserError(f"imbalance {self.kind} takes a parameter of {least:g} or more, not {self.parameter:g}")
+            bound = f"{least:g} or more" if least else "0 or more" if self.kind == "lognormal" else "more than 0"
+            raise UserError(f"imbalance {self.kind} takes a parameter of {bound}, not {self.parameter:g}")
 
     @classmethod
     def parse(cls, text: str) -> Imbalance:
@@ -48,11 +49,14 @@ class Imbalance:
         return cls(cast(Kind, kind), parameter)
 
     def factor(self, num_experts: int, ranks: int) -> float:
-        """The mean over layers of the fullest rank's tokens over a rank's mean, experts dealt to ranks in order."""
+        """The mean over layers of the fullest rank's tokens over a rank's mean, experts dealt to ranks in order.
+
+        At most `ranks`.
+        """
         if self.kind == "balanced" or ranks == 1:
             return 1.0
         if self.kind == "factor":
-            return self.parameter
+            return min(self.parameter, float(ranks))  # where one rank has every token
         return _sampled(self.kind, self.parameter, self.seed, num_experts, ranks)
 
 

@@ -162,8 +162,8 @@ class GroupedAttention(SelfAttention):
     _turns: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # cosines and sines of queries, and of keys
 
     def forward(self, hidden_states: torch.Tensor, *args, rotary_pos_emb=None, **kwargs):
-        if rotary_pos_emb is not None and self._takes_kernel(hidden_states, kwargs):
-            both = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
+        both = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
+        if all(angles is not None for angles in both) and self._takes_kernel(hidden_states, kwargs):
             self._turns = [cos_and_sin(angles, self._yarn_concentration_factor) for angles in both]
             rotary_pos_emb = None
         try:
@@ -181,7 +181,9 @@ class GroupedAttention(SelfAttention):
     def _takes_kernel(self, hidden_states: torch.Tensor, others: dict) -> bool:
         """Whether training calls it, on a GPU, with values that nobody looks at operator by operator."""
         given = [others.get(name) for name in ("inference_context", "inference_params", "packed_seq_params")]
-        plain = not self.config.rotary_interleaved and all(value is None for value in given)
+        # with `no_rope_freq` upstream turns only some layers
+        turned = not self.config.rotary_interleaved and not self.config.no_rope_freq
+        plain = turned and all(value is None for value in given)
         return plain and hidden_states.is_cuda and not custom_ops.named(hidden_states)
 
 
@@ -267,8 +269,9 @@ def cos_and_sin(angles_S11R: torch.Tensor, factor: float) -> tuple[torch.Tensor,
     """fp32 `[S, R / 2]` each, times factor. angles: as upstream makes them, `[S, 1, 1, R]` of two equal halves."""
     known = _turns_of.setdefault(angles_S11R, {})
     if factor not in known:
-        angles_SR = angles_S11R[:, 0, 0, : angles_S11R.shape[-1] // 2].float()
-        known[factor] = angles_SR.cos() * factor, angles_SR.sin() * factor
+        with torch.inference_mode(False):  # what is kept is for training too
+            angles_SR = angles_S11R[:, 0, 0, : angles_S11R.shape[-1] // 2].clone().float()
+            known[factor] = angles_SR.cos() * factor, angles_SR.sin() * factor
     return known[factor]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from megatron.core.optimizer import (
     ChainedOptimizer,
@@ -44,8 +46,7 @@ def build_optimizer(chunks: list, job: TrainConfig) -> tuple[MegatronOptimizer, 
     # the biases of stacked experts are matrices under other names
     overrides[ParamKey(name=("*.b13", "*.b2"))] = ParamGroupOverride(wd_mult=0.0)
     main, moments = _DTYPES[section.main_params_dtype], _DTYPES[section.moments_dtype]
-    on_gpu = any(weight.is_cuda for chunk in chunks for weight in chunk.parameters())
-    if main == moments == torch.float32 and not on_gpu:
+    if main == moments == torch.float32 and not _on_gpu(chunks):
         optimizer = get_megatron_optimizer(config, chunks, config_overrides=overrides, use_gloo_process_groups=False)
         for part in parts(optimizer):
             _fuse(part.optimizer)
@@ -120,17 +121,28 @@ def clip(optimizer: ChainedOptimizer, norm: float) -> None:
             torch._foreach_mul_(gradients, scale)
 
 
+def _on_gpu(chunks: list) -> bool:
+    return any(weight.is_cuda for chunk in chunks for weight in chunk.parameters())
+
+
 def _scale_later(chunks: list, optimizer: ChainedOptimizer) -> None:
     """Upstream divides all gradients by the batch's tokens in a pass of its own (finalize_model_grads.py), over numbers
     that the host does not know, at half the speed of memory. Here the factor is kept: it multiplies the norm, and the
-    gradients when Adam reads them. It is one for all chunks."""
+    gradients when Adam reads them. It is one for all chunks. Who calls upstream's `step` gets the same."""
     optimizer.scale_to_come = None
 
     def keep(factor: torch.Tensor) -> None:
         optimizer.scale_to_come = factor.float().reshape(())
 
+    def step() -> tuple[bool, float, None]:
+        optimizer.prepare_grads()
+        norm = grad_norm(optimizer)
+        clip(optimizer, norm)
+        return optimizer.step_with_ready_grads(), norm, None
+
     for chunk in chunks:
         chunk.scale_gradients = keep
+    optimizer.get_grad_norm, optimizer.step = partial(grad_norm, optimizer), step
 
 
 def _fuse(optimizer: torch.optim.Optimizer | None) -> None:

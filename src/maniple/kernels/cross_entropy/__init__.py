@@ -84,6 +84,7 @@ def linear_cross_entropy(
     # tensors without values, and graphs, take the one that is made of torch's own operators
     kernels = "reference" if custom_ops.named(hidden) else kernels
     implementation = registry.use("cross_entropy", "bf16", hidden.device.type, kernels)
+    keep_logits = keep_logits and torch.is_grad_enabled() and (hidden.requires_grad or w_VD.requires_grad)
     if keep_logits:
         chunk_tokens = max(1, labels.numel())
     elif chunk_tokens is None:
@@ -111,7 +112,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for h_CD, labels_C in zip(h_TD.split(settings.chunk), labels_T.split(settings.chunk), strict=True):
             logits_CV = h_CD @ w_VD.T
             statistics.append(settings.implementation.statistics(logits_CV, labels_C))
-            if settings.keep and any(ctx.needs_input_grad):
+            if settings.keep:
                 kept.append(logits_CV)
             del logits_CV  # before the next are made
         lse_T, target_T = (torch.cat(parts) for parts in zip(*statistics, strict=True))
@@ -150,8 +151,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_w_VD = None
         if settings.fuse:
             grad_w_VD = main_grad.added(w_VD)
-        elif total_VD is not None:
-            grad_w_VD = total_VD.to(w_VD.dtype)
+        elif needs_w:  # without a token there is no product
+            grad_w_VD = torch.zeros_like(w_VD) if total_VD is None else total_VD.to(w_VD.dtype)
         return None if received is None else received(), grad_w_VD, None, None
 
 

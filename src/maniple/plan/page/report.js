@@ -33,18 +33,27 @@ $("sliders").append(...sliders.map((slider) => slider.row));
 
 const runs = data.cells.filter((cell) => !cell.why);
 const fitting = runs.filter((cell) => cell.fits);
-const fastest = fitting.reduce((best, cell) => (best && best.seconds <= cell.seconds ? best : cell), null);
+// a router's imbalance is nobody's choice: the fastest is looked for at the job's own
+const imbalance = data.axes.findIndex((axis) => axis.name === "Router imbalance");
+const chosen = fitting.filter((cell) => imbalance < 0 || positions(cell)[imbalance] === data.axes[imbalance].own);
+const fastest = chosen.reduce((best, cell) => (best && best.seconds <= cell.seconds ? best : cell), null);
 $("grid-size").textContent = `Every position is a plan of its own, made by the planner: ${number(data.cells.length)} of them, ` +
   `of which ${number(runs.length)} can run and ${number(fitting.length)} fit.`;
 $("best").disabled = fastest === null;
 
-function goTo(cell) {
+function positions(cell) {
   let rest = data.cells.indexOf(cell);
+  const found = data.axes.map(() => 0);
   for (let axis = data.axes.length - 1; axis >= 0; axis--) {
     const size = data.axes[axis].values.length;
-    at[axis] = rest % size;
+    found[axis] = rest % size;
     rest = Math.floor(rest / size);
   }
+  return found;
+}
+
+function goTo(cell) {
+  positions(cell).forEach((position, axis) => { at[axis] = position; });
   update();
 }
 $("back").addEventListener("click", () => goTo(own));
