@@ -17,7 +17,11 @@ TESTS = Path(__file__).parent
 NO_GPU = "no GPU on this machine"
 
 
+FIRST = "test_docs.py"  # a file is one process's: begun last, this one would be waited for alone
+
+
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name != FIRST)
     gpu_items = []
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""

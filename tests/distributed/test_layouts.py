@@ -39,7 +39,6 @@ BOUNDED = {"moe": {"buffer_factor": 1.0, "pages_factor": 1.0}}  # the first step
 OVERLAPPED = {**DISTRIBUTED, "overlap_grad_reduce": True, "overlap_param_gather": True}
 
 CASES = {
-    "dp8": Case(DEEPSEEK, 8),
     "dp8-overlapped": Case(DEEPSEEK, 8, layout(**OVERLAPPED)),
     "ep8": Case(DEEPSEEK, 8, layout(ep=8)),
     "ep4-dp2": Case(DEEPSEEK, 8, layout(ep=4, **DISTRIBUTED)),
@@ -53,7 +52,6 @@ CASES = {
     "etp2-ep2-dp8": Case("mixtral-8x7b", 8, layout(ep=2, etp=2)),
     "tp4-etp2-ep4": Case(DEEPSEEK, 8, layout(tp=4, ep=4, etp=2)),
     "dense-stage": Case(DEEPSEEK, 8, layout(pp=4, ep=2, text="Ettt|t|t|tmL"), DENSE_STAGE),
-    "custom-layout": Case(DEEPSEEK, 8, layout(pp=4, ep=2, text="Et|(tt|)*2tmL"), SIX),
     "custom-interleaved": Case(DEEPSEEK, 8, layout(pp=2, tp=2, ep=2, text="Et|(tt|)*2tmL"), SIX),
     "embedding-alone": Case(DEEPSEEK, 8, layout(pp=4, text="E|tt|t|mL")),
     "loss-apart-fused": Case(DEEPSEEK, 8, layout(pp=4, text="Et|tt|m|L"), sections={"train": {"loss": "fused_kept"}}),

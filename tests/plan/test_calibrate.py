@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -244,6 +245,17 @@ def test_a_plan_names_its_calibration(tmp_path, capsys):
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def test_scaling_takes_a_calibration_too(tmp_path, capsys):
+    file = _file(tmp_path, [COPY])
+    words = ["plan", "scale", "qwen3-30b-a3b", "--gpu", "h200", "--from", "8", "--to", "8", "--json"]
+    words += ["--config", str(Path(__file__).parents[2] / "configs" / "qwen3_30b_a3b_8.yaml")]
+    steps = []
+    for more in ([], ["--calibration", str(file)]):
+        assert cli.main([*words, *more]) == 0
+        steps.append(json.loads(capsys.readouterr().out)["weak"][0]["seconds"])
+    assert steps[1] > steps[0]
 
 
 def test_a_cpu_is_measured_to_show_the_command(tmp_path, capsys, monkeypatch):

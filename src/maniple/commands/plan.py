@@ -27,6 +27,18 @@ app = typer.Typer(
 )
 
 
+Load = Annotated[
+    str,
+    typer.Option(
+        help="load of the fullest rank over the mean: a factor, or a router: balanced, dirichlet:8, lognormal:0.3"
+    ),
+]
+Measured = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="what `maniple plan calibrate` measured, in place of the card's figures"),
+]
+
+
 @app.command(cls=Command)
 def job(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="name of a model card, or its file")],
@@ -40,16 +52,8 @@ def job(
     trace: Annotated[
         bool, typer.Option("--trace", help="also run a step of the tightest rank without a GPU, and compare")
     ] = False,
-    imbalance: Annotated[
-        str,
-        typer.Option(
-            help="load of the fullest rank over the mean: a factor, or a router: balanced, dirichlet:8, lognormal:0.3"
-        ),
-    ] = "dirichlet:8",
-    calibration: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="what `maniple plan calibrate` measured, in place of the card's figures"),
-    ] = None,
+    imbalance: Load = "dirichlet:8",
+    calibration: Measured = None,
     pipeline_trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="write the simulated pipeline there, for Perfetto or Chrome")
     ] = None,

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from maniple.commands import AsJson, print_table
-from maniple.commands.plan import gpu_named
+from maniple.commands.plan import Load, Measured, gpu_named
 from maniple.commands.plan_search import job_to_plan
 from maniple.errors import UserError
 
@@ -26,12 +26,8 @@ def scale(
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one value")] = None,
     global_batch_size: Annotated[int | None, typer.Option(help="sequences a step at --from; default: 8 a GPU")] = None,
     sequence_length: Annotated[int | None, typer.Option(help="tokens a sequence; default: at most 4,096")] = None,
-    imbalance: Annotated[
-        str, typer.Option(help="load of the fullest rank over the mean, as for `maniple plan`")
-    ] = "dirichlet:8",
-    calibration: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="what `maniple plan calibrate` measured of this GPU")
-    ] = None,
+    imbalance: Load = "dirichlet:8",
+    calibration: Measured = None,
     as_json: AsJson = False,
 ) -> None:
     """Say how fast one layout is on more and more GPUs, with a batch that grows and with one that stays."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from maniple.commands import AsJson, check_target, print_table
-from maniple.commands.plan import gpu_named, say_other_model
+from maniple.commands.plan import Load, Measured, gpu_named, say_other_model
 
 if TYPE_CHECKING:
     from maniple.config.schema import TrainConfig
@@ -75,12 +75,8 @@ def search(
         int | None, typer.Option(help="sequences a step, over all ranks; default: 8 a GPU")
     ] = None,
     sequence_length: Annotated[int | None, typer.Option(help="tokens a sequence; default: at most 4,096")] = None,
-    imbalance: Annotated[
-        str, typer.Option(help="load of the fullest rank over the mean, as for `maniple plan`")
-    ] = "dirichlet:8",
-    calibration: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="what `maniple plan calibrate` measured of this GPU")
-    ] = None,
+    imbalance: Load = "dirichlet:8",
+    calibration: Measured = None,
     write: Annotated[
         Path | None, typer.Option(metavar="FILE", help="write the best layout there, as a job for `maniple train`")
     ] = None,
