@@ -42,7 +42,6 @@ CASES = {
     "deepseek-two-mtp": case(DEEPSEEK, 4, overrides={"num_layers": 2, "num_mtp_layers": 2}),
     "deepseek-overlapped": case(DEEPSEEK, 2, EP2, {"overlap_grad_reduce": True}),
     "deepseek-optimizer": case(DEEPSEEK, 2, EP2, {"distributed_optimizer": True}),
-    "qwen-cp4": case(QWEN, 4),
     "qwen-cp2-tp2-ep4": case(QWEN, 2, TP2, EP4),
     "qwen-cp2-pp2-ep2": case(QWEN, 2, PP2, EP2, overrides=EVEN),
     "qwen-micro-batch": case(QWEN, 2, EP2, aux="micro_batch"),
@@ -50,7 +49,6 @@ CASES = {
     "gpt-oss-cp4": case(GPT_OSS, 4),
     "gpt-oss-cp2-tp2": case(GPT_OSS, 2, TP2),
     "gpt-oss-cp2-pp2": case(GPT_OSS, 2, PP2, overrides=EVEN),
-    "gpt-oss-cp2-ep2": case(GPT_OSS, 2, EP2),
     "kimi-cp2": case("kimi-k2", 2),  # YaRN inside MLA
     "glm-cp2": case("glm-4.5", 2, EP2),
     "deepseek-documents-cp4": case(DEEPSEEK, 4, documents=True),

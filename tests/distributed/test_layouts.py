@@ -43,8 +43,6 @@ CASES = {
     "ep8": Case(DEEPSEEK, 8, layout(ep=8)),
     "ep4-dp2": Case(DEEPSEEK, 8, layout(ep=4, **DISTRIBUTED)),
     "tp4-dp2-fused-loss": Case(DEEPSEEK, 8, layout(tp=4), sections=FUSED),
-    "tp2-pp2-dp2": Case(DEEPSEEK, 8, layout(tp=2, pp=2, text=TWO_STAGES)),
-    "tp2-ep2-etp2-pp2": Case(DEEPSEEK, 8, layout(tp=2, ep=2, etp=2, pp=2, text=TWO_STAGES)),
     "tp2-ep2-pp2-overlapped-fused-loss": Case(
         DEEPSEEK, 8, layout(tp=2, ep=2, pp=2, text=TWO_STAGES, **OVERLAPPED), sections=FUSED
     ),
@@ -59,8 +57,6 @@ CASES = {
     "pp2-vpp2-overlapped": Case(QWEN, 8, layout(pp=2, vpp=2, ep=4, **OVERLAPPED), EIGHT),
     "tied-pp4-fused-loss": Case(QWEN, 8, layout(pp=4, tp=2), {**EIGHT, **TIED}, sections=FUSED),
     "tied-mtp": Case(GLM, 8, layout(pp=2, ep=2, text=TWO_STAGES, **DISTRIBUTED), TIED),
-    "aux-of-micro-batch": Case(QWEN, 8, layout(tp=2, ep=2, pp=2), aux="micro_batch"),
-    "aux-of-global-batch": Case(QWEN, 8, layout(tp=2, ep=2), aux="global_batch"),
     "gpt-oss": Case(GPT_OSS, 8, layout(tp=2, pp=2, ep=4)),
     "glm": Case(GLM, 8, layout(tp=2, pp=2, ep=2, text=TWO_STAGES)),
     "minimax": Case("minimax-m2", 8, layout(tp=2, pp=2, ep=2)),
