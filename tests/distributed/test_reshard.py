@@ -33,7 +33,10 @@ def cut(world: int, **sizes: Any) -> Layout:
 FP32: dict[str, Layout] = {
     "ep2": cut(2, ep=2),
     "ep1-plain-optimizer": cut(1, sharded=False),
+    "ep2-dp2": cut(4, ep=2),
     "pp4": cut(4, pp=4),
+    "ep4-plain-optimizer": cut(4, ep=4, sharded=False),
+    "etp2": cut(2, tp=2, etp=2),
     "pp2-vpp2": cut(2, pp=2, vpp=2),
     "tp2-etp2-pp2": cut(4, tp=2, etp=2, pp=2),
     "etp2-ep2": cut(4, tp=2, etp=2, ep=2),
