@@ -19,7 +19,9 @@ pytestmark = pytest.mark.timeout(600)  # the first test waits for the processes 
 
 BOTH = {"main_params_dtype": "bf16", "moments_dtype": "bf16"}
 MOMENTS = {"moments_dtype": "bf16"}
-AS_ON_A_GPU: dict[str, Any] = {"moments_dtype": "fp32"}  # by `adam.py`, which has them there
+# by `adam.py`, which has them there; the second by upstream's `step` in the place of ours
+AS_ON_A_GPU: dict[str, Any] = {"moments_dtype": "fp32"}
+BY_UPSTREAMS_STEP: dict[str, Any] = {**AS_ON_A_GPU}
 BF16, SHARDED, PLAIN = {"dtype": "bf16"}, {"distributed_optimizer": True}, {"distributed_optimizer": False}
 EP2 = {"expert_parallel_size": 2, **SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True}
 # of which one step is compared with that of the fp32 states
@@ -28,6 +30,7 @@ ONE_STEP: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "moments": (SHARDED, BF16, MOMENTS),
     "fp32, as on a GPU": (SHARDED, BF16, AS_ON_A_GPU),
     "fp32, as on a GPU, plain optimizer": (PLAIN, BF16, AS_ON_A_GPU),
+    "fp32, as on a GPU, upstream's step": (SHARDED, BF16, BY_UPSTREAMS_STEP),
     "moments, fp32 model": (SHARDED, {}, MOMENTS),
     "moments, plain optimizer, fp32 model": (PLAIN, {}, MOMENTS),
 }
@@ -61,15 +64,26 @@ def _one_step(parallel, precision, optimizer) -> dict[str, Any]:
 
     from maniple.engines.megatron import optimizer as optimizers
     from maniple.engines.megatron import parallel as parallel_groups
+    from maniple.engines.megatron import step as steps
     from maniple.engines.megatron.optimizer import parts
 
-    optimizers._on_gpu = lambda chunks: optimizer is AS_ON_A_GPU
+    optimizers._on_gpu = lambda chunks: optimizer is AS_ON_A_GPU or optimizer is BY_UPSTREAMS_STEP
     # an epsilon that lets the update depend on the gradient's size, and a bound far under the norm
     words = {"epsilon": 1e-2, "clip_grad": 0.05, "weight_decay": 0.3, "learning_rate": 0.1} | optimizer
     job = helpers.make_job(parallel=parallel, precision=precision, optimizer=words)
     engine = helpers.Engine(suite._card(), job)
-    stats = engine.step(helpers.make_batches(300, 2, 2))
-    found: dict[str, Any] = {"norm": stats.grad_norm, "bytes": 0, "kept": 0}
+    batches = helpers.make_batches(300, 2, 2)
+    if optimizer is BY_UPSTREAMS_STEP:
+        steps.zero_gradients(engine.chunks, engine.optimizer)
+        steps.run_schedule(engine.chunks, [iter(batches)], job, engine.device, forward_only=False)
+        engine.optimizer.prepare_grads()
+        before = engine.optimizer.get_grad_norm()
+        updated, norm, _ = engine.optimizer.step()
+        assert updated
+        assert before == norm
+    else:
+        norm = engine.step(batches).grad_norm
+    found: dict[str, Any] = {"norm": norm, "bytes": 0, "kept": 0}
     for number, part in enumerate(parts(engine.optimizer)):
         for index, weight in enumerate(weight for group in part.param_groups for weight in group["params"]):
             state = part.optimizer.state[weight]

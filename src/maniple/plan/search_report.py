@@ -13,7 +13,7 @@ import yaml
 from maniple.errors import UserError
 from maniple.hardware.units import binary_size
 from maniple.models.counting import count
-from maniple.plan.memory import RankMemory
+from maniple.plan.report import kinds_of
 from maniple.plan.search import ILLEGAL, Costed, Found
 
 HEADINGS = [
@@ -97,7 +97,7 @@ def _costed(one: Costed | None) -> dict[str, Any] | None:
         "mfu": one.time.mfu,
         "components": one.time.components,
         "memory": one.memory.total,
-        "memory_parts": _parts(one.memory),
+        "memory_parts": kinds_of(one.memory),
         "tightest_rank": one.memory.rank,
     }
 
@@ -137,7 +137,7 @@ def explanation(found: Found) -> list[str]:
         return [*lines, "no layout of another shape fits"]
     lines.append(f"second: {said(second)}: {_speed(second)}, {second.tgs / best.tgs - 1:+.1%}")
     times = _differences(best.time.components, second.time.components, best.time.seconds)
-    sizes = _differences(_parts(best.memory), _parts(second.memory), best.memory.total)
+    sizes = _differences(kinds_of(best.memory), kinds_of(second.memory), best.memory.total)
     more = best.memory.total - second.memory.total
     lines.append(
         f"the best takes {second.time.seconds - best.time.seconds:.3g} s less"
@@ -222,18 +222,6 @@ def _speed(one: Costed) -> str:
     return f"{one.time.seconds:.3g} s a step, {one.tgs:,.0f} tokens/s a GPU, {binary_size(one.memory.total)}"
 
 
-def _parts(memory: RankMemory) -> dict[str, int]:
-    states = memory.states
-    return {
-        "weights": states["parameters"],
-        "gradients": states["gradients"],
-        "optimizer": states["main parameters"] + states["moments"],
-        "activations": sum(memory.activations.values()),
-        "working": memory.working + sum(memory.held.values()),
-        "device": sum(memory.reserved.values()),
-    }
-
-
 def _differences(one: dict[str, Any], other: dict[str, Any], whole: float) -> list[tuple[str, float]]:
     """The largest parts of one less other, those left out that are nothing beside the whole."""
     parts = {part: one.get(part, 0) - other.get(part, 0) for part in [*one, *other]}
@@ -255,7 +243,7 @@ def _too_large(found: Found) -> list[str]:
         f"needs {binary_size(nearest.memory.total)} of {binary_size(found.ceiling)} on pipeline rank "
         f"{nearest.memory.rank}: {binary_size(missing)} are missing",
         "of these "
-        + ", ".join(f"{part} {size / 2**30:,.2f} GiB" for part, size in _parts(nearest.memory).items() if size),
+        + ", ".join(f"{part} {size / 2**30:,.2f} GiB" for part, size in kinds_of(nearest.memory).items() if size),
     ]
     programs = found.programs
     if programs is not None:

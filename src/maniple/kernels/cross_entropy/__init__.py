@@ -158,10 +158,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _added(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """`total + a @ b` in fp32, in total's memory where there is one: on a GPU without another of its size."""
+    wider = a.is_cuda and a.dtype != torch.float32  # products that a GPU gives in fp32
+    how = {"out_dtype": torch.float32} if wider else {}
     if total is not None and a.is_cuda:
-        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    if a.dtype == torch.float32:
-        product = a @ b
-    else:
-        product = torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+        return torch.addmm(total, a, b, out=total, **how)
+    product = torch.mm(a, b, **how) if wider else a.float() @ b.float()
     return product if total is None else total.add_(product)
