@@ -88,10 +88,22 @@ def gradients_alone(rank: int, world_size: int) -> dict[str, Any]:
     """
     from tests.engines import helpers
 
+    from maniple.engines.megatron.gradients import zero_unwritten
     from maniple.models import load_card
 
+    def forget(engine: helpers.Engine) -> None:
+        """What the buffers held before a step is nothing to it."""
+        for chunk in engine.chunks:
+            for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+                buffer.grad_data.fill_(torch.nan)
+
     card = load_card("deepseek-v3").tiny()
-    found = {}
+    engine = helpers.Engine(card, helpers.make_job())
+    forget(engine)
+    for chunk in engine.chunks:
+        chunk.zero_grad_buffer()
+    zero_unwritten(engine.chunks)
+    found: dict[str, Any] = {"unreached": max(g.abs().max().item() for g in engine.gradients().values())}
     for name, parallel in SUMS.items():
         ranks = 1 if name == "overlapped pipeline" else 2  # data-parallel ones
         batches = helpers.make_batches(card.vocab_size, 3 * ranks, 1)
@@ -103,6 +115,7 @@ def gradients_alone(rank: int, world_size: int) -> dict[str, Any]:
                 train={"micro_batch_size": 1, "global_batch_size": len(chosen)},
             )
             engine = helpers.Engine(card, job)
+            forget(engine)
             stats = engine.step(chosen[engine.data_parallel_rank :: engine.data_parallel_size])
             return {key: g * stats.tokens for key, g in engine.gradients().items()}, stats.tokens
 
@@ -175,6 +188,10 @@ def test_a_gradient_is_the_sum_of_its_micro_batches(pair, name):
 
 def test_the_loss_function_says_how_many_tokens_count(losses):
     assert losses["given"] == (9.0, 4, "torch.int32", [9.0, 4.0])
+
+
+def test_a_gradient_that_no_micro_batch_reached_is_zero(pair):
+    assert [rank["sums"]["unreached"] for rank in pair] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(("wrong", "size"), [("mean", "2 values"), ("four", "4 values"), ("alone", "a Tensor")])

@@ -151,6 +151,22 @@ def test_weight_gradients_accumulate_in_main_grad_once_a_micro_batch(kernels):
     assert (w_G.main_grad[1] == 1000).all()
 
 
+@pytest.mark.parametrize(("n", "k"), [(384, 256), (96, 64), (200, 136)])
+def test_the_first_gradient_is_written_in_fp32_where_it_may_be(kernels, n, k):
+    x_SK, w_G, ends_G, _, _, grad_SN = case([200, 0, 333], n, k)
+    w_G = torch.nn.Parameter(w_G)
+    w_G.grad_added_to_main_grad, sums = False, []
+    for start in (0.0, torch.nan):
+        w_G.main_grad, w_G.overwrite_main_grad = torch.full(w_G.shape, start, device="cuda"), start != 0
+        for _ in range(2):
+            grouped_gemm(x_SK, w_G, ends_G, fuse_wgrad_accumulation=True, kernels=kernels).backward(grad_SN)
+            w_G.grad = None
+            sums.append(w_G.main_grad.clone())
+    assert torch.equal(sums[0], sums[2])
+    assert torch.equal(sums[1], sums[3])
+    assert (sums[2][1] == 0).all()
+
+
 def test_the_last_expert_beyond_2_to_31_elements(kernels):
     sizes, n, k = [0] * 62 + [128, 130], 14336, 4096  # 3.76e9 weights, 7.5 GB
     assert len(sizes) * n * k > 2**31

@@ -115,14 +115,17 @@ def products(implementation, sizes, n, k, *, layout="nk", bias=False, grad_dtype
     dw_wanted = torch.stack([a[:, s:e] @ b[:, s:e].t() for s, e in zip([0, *ends], ends, strict=False)])
     operands = grad.columnwise, x.columnwise, x.padded_ends_G
     dw = fn.wgrad(*operands, layout=layout)
-    main = torch.full(dw.shape, 3.0)
+    main, fresh = torch.full(dw.shape, 3.0), torch.full(dw.shape, torch.nan)
     fn.wgrad(*operands, layout=layout, out=main, accumulate=True)
+    fn.wgrad(*operands, layout=layout, out=fresh)
     if used:
         assert relative_error(dw, dw_wanted) <= BOUND
         assert relative_error(main, dw_wanted + 3) <= BOUND_FP32
+        assert relative_error(fresh, dw_wanted) <= BOUND_FP32
     for g, size in enumerate(sizes):
         if size == 0:
             assert (dw[g] == 0).all()
+            assert (fresh[g] == 0).all()
             assert (main[g] == 3).all()
 
 
@@ -246,6 +249,11 @@ def test_weight_gradients_accumulate_in_main_grad_once_a_micro_batch(implementat
         w_G.grad = None
     assert relative_error(w_G.main_grad - 1000, 3 * once.double()) < 3e-3
     assert (w_G.main_grad[1] == 1000).all()
+    w_G.main_grad.fill_(torch.nan)
+    w_G.overwrite_main_grad = True
+    quantized_grouped_gemm(x_SK, w_G, ends_G, fuse_wgrad_accumulation=True, **settings).backward(grad_SN)
+    assert relative_error(w_G.main_grad, once.double()) < 3e-3
+    assert (w_G.main_grad[1] == 0).all()
 
 
 def test_the_last_expert_beyond_2_to_31_elements(implementation):

@@ -37,7 +37,7 @@ def tiles(choose) -> list[launch.Tile]:
     """All tiles that a target may choose, with an eighth of the rows and columns and a quarter of the depth."""
     kinds = itertools.product(("hopper", "nvidia", "amd"), (2, 4), (128, 4096))
     found = {choose(*kind) for kind in kinds} | {
-        choose(*kind, accumulates=True) for kind in kinds if choose is launch.wgrad_tile
+        choose(*kind, fp32=True) for kind in kinds if choose is launch.wgrad_tile
     }
     return [replace(tile, rows=tile.rows // 8, columns=tile.columns // 8, depth=tile.depth // 4) for tile in found]
 

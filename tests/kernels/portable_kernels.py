@@ -93,7 +93,7 @@ def swiglu_rows(
 
 def wgrad(target: str, *, accumulate: bool = False, gather: bool = False) -> Case:
     """The weight gradient, layout "nk": b is x."""
-    tile = launch.wgrad_tile(kind(target), 2, 4096, accumulates=accumulate)
+    tile = launch.wgrad_tile(kind(target), 2, 4096, fp32=accumulate)
     descriptors = target.startswith("sm_")
     strides = ("a_row", "a_col", "b_row", "b_col", "out_group", "out_a", "out_b")
     arguments: dict[str, Any] = dict.fromkeys(("T", "A", "B", *strides), "i32") | {"ends_ptr": "*i32"}

@@ -154,8 +154,8 @@ def test_schemas_fakes_and_gradients_agree():
         (ops.grouped_gemm_dgrad, (grad_SN.detach(), w_G.detach(), ends_G, "nk", True, *how)),
         (ops.grouped_gemm_wgrad, (x_SK.detach(), grad_SN.detach(), ends_G, None, "nk", *how)),
         (
-            ops.grouped_gemm_wgrad_add,
-            (x_SK.detach(), grad_SN.detach(), ends_G, None, torch.zeros(w_G.shape), "nk", *how),
+            ops.grouped_gemm_wgrad_into,
+            (x_SK.detach(), grad_SN.detach(), ends_G, None, torch.zeros(w_G.shape), True, "nk", *how),
         ),
         (ops.grouped_gemm_bias_grad, (grad_SN.detach(), ends_G, bias_GN.detach(), scale_S.detach(), *how)),
         (ops.grouped_gemm_gather_sum, (x_SK.detach(), slots_TK, ends_G, "bf16", None)),

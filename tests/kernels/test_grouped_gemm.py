@@ -211,6 +211,27 @@ def test_weight_gradients_accumulate_in_main_grad_once_a_micro_batch():
     assert (w_G.main_grad[1] == 100).all()
 
 
+@pytest.mark.parametrize("swiglu", [False, True])
+def test_the_first_gradient_takes_the_place_of_what_main_grad_holds_where_it_may(swiglu):
+    x_SK, w_G, ends_G, _, _, grad_SN = case([2, 0, 3], n=8, dtype=torch.bfloat16)
+    w_G = torch.nn.Parameter(w_G)
+    product, grad = (grouped_gemm_swiglu, grad_SN[:, :4]) if swiglu else (grouped_gemm, grad_SN)
+    w_G.main_grad, w_G.grad_added_to_main_grad = torch.zeros(w_G.shape), False
+    sums = []
+    for start in (0.0, torch.nan):
+        w_G.main_grad.fill_(start)
+        w_G.overwrite_main_grad = start != 0
+        for _ in range(2):
+            product(x_SK, w_G, ends_G, fuse_wgrad_accumulation=True).backward(grad)
+            assert not w_G.overwrite_main_grad
+            assert w_G.grad_added_to_main_grad
+            w_G.grad = None
+            sums.append(w_G.main_grad.clone())
+    assert torch.equal(sums[0], sums[2])
+    assert torch.equal(sums[1], sums[3])
+    assert (sums[2][1] == 0).all()
+
+
 def test_wgrad_writes_or_adds():
     x_SK, _, ends_G, _, _, grad_SN = case([2, 0, 3])
     fresh = reference.wgrad(x_SK, grad_SN, ends_G)

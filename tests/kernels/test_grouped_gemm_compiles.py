@@ -72,20 +72,23 @@ def test_hopper_rows_with_swiglu(nk, bias, keep, columns):
     check("sm_90a", compile_for("sm_90a", swiglu_rows_kernel, arguments, num_warps=tile.warps))
 
 
-def gradient_descriptor(tile, accumulate):
-    rows = tile.rows // 2
-    return Descriptor("fp32", (1, rows, 64)) if accumulate else Descriptor("bf16", (1, rows, tile.columns))
+def gradient_descriptor(tile, dtype):
+    return Descriptor(dtype, (1, tile.rows // 2, 64 if dtype == "fp32" else tile.columns))
 
 
 @pytest.mark.parametrize("columns", [128, 4096])
-@pytest.mark.parametrize("accumulate", [False, True], ids=["written", "added"])
-def test_hopper_weight_gradient(accumulate, columns):
-    tile = launch.wgrad_tile("hopper", 2, columns, accumulates=accumulate)
+@pytest.mark.parametrize(
+    ("dtype", "accumulate"),
+    [("bf16", False), ("fp32", False), ("fp32", True)],
+    ids=["written", "written in fp32", "added"],
+)
+def test_hopper_weight_gradient(dtype, accumulate, columns):
+    tile = launch.wgrad_tile("hopper", 2, columns, fp32=dtype == "fp32")
     arguments = {"A": "i32", "B": "i32", "ends_ptr": "*i32"}
     arguments |= {
         "a_desc": Descriptor("bf16", (tile.depth, tile.rows // 2)),
         "b_desc": Descriptor("bf16", (tile.depth, tile.columns)),
-        "out_desc": gradient_descriptor(tile, accumulate),
+        "out_desc": gradient_descriptor(tile, dtype),
     }
     arguments |= hopper_constants(tile) | {"GROUPS": ("=", 32), "ACCUMULATE": ("=", accumulate)}
     arguments["BUFFERS"] = ("=", tile.buffers)

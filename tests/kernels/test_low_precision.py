@@ -238,6 +238,12 @@ def test_weight_gradients_accumulate_in_main_grad_once_a_micro_batch(recipe):
     once = run(x_SK, w_G.detach(), ends_G, grad_SN, recipe=recipe)[2]
     assert relative_error(w_G.main_grad - 100, 3 * once.double()) < 3e-3  # `once` is rounded to bf16
     assert (w_G.main_grad[1] == 100).all()
+    w_G.main_grad.fill_(torch.nan)
+    w_G.overwrite_main_grad = True
+    quantized_grouped_gemm(x_SK, w_G, ends_G, recipe=recipe, fuse_wgrad_accumulation=True).backward(grad_SN)
+    assert not w_G.overwrite_main_grad
+    assert relative_error(w_G.main_grad, once.double()) < 3e-3
+    assert (w_G.main_grad[1] == 0).all()
 
 
 def test_what_backward_keeps_is_float8():

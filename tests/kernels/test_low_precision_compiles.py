@@ -58,7 +58,7 @@ def compiled(target: str, recipe: str, *, wgrad: bool, extra: bool):
         names, b_block = ("x", "w"), (1, *b_block)
         flags |= {"X_FORMAT": "e4m3", "W_FORMAT": "e4m3", "BIAS": extra, "SCALE": extra}
     # the stride that is 1 in the layout of `quantize` is a constant to the launcher
-    arguments[f"{names[0]}_scale_{'block' if recipe == 'mxfp8' else 'row'}"] = ("=", 1)
+    arguments[f"{names[0]}_scale_row"] = ("=", 1)
     for name, block in zip(names, (a_block, b_block), strict=True):
         arguments |= {f"{name}_ptr": f"*{element}", f"{name}_scale_ptr": scales}
         arguments[f"{name}_desc"] = ("=", None) if amd else Descriptor(element, block)
@@ -124,8 +124,12 @@ def hopper_rows(tile, block, *, bias=False, element="fp8e4nv", turned=False):
 
 @pytest.mark.parametrize("tile", launch.HOPPER_FP8_WGRAD_TILES, ids=lambda t: f"{t.rows}x{t.columns}-{t.stages}")
 @pytest.mark.parametrize("block", [False, True], ids=["fp8", "fp8_block"])
-@pytest.mark.parametrize("accumulate", [False, True], ids=["written", "added"])
-def test_hopper_weight_gradient(tile, block, accumulate):
+@pytest.mark.parametrize(
+    ("dtype", "accumulate"),
+    [("bf16", False), ("fp32", False), ("fp32", True)],
+    ids=["written", "written in fp32", "added"],
+)
+def test_hopper_weight_gradient(tile, block, dtype, accumulate):
     arguments = {"A": "i32", "B": "i32", "ends_ptr": "*i32"}
     arguments |= {"a_scale_ptr": "*fp32", "b_scale_ptr": "*fp32"}
     arguments |= {
@@ -133,7 +137,7 @@ def test_hopper_weight_gradient(tile, block, accumulate):
         "b_desc": Descriptor("fp8e4nv", (tile.columns, 128)),
         "a_scale_desc": Descriptor("fp32", (tile.rows // 2,)),
         "b_scale_desc": Descriptor("fp32", (tile.columns,)),
-        "out_desc": Descriptor("fp32", (1, 64, 64)) if accumulate else Descriptor("bf16", (1, 64, 128)),
+        "out_desc": Descriptor(dtype, (1, 64, 64 if dtype == "fp32" else 128)),
     }
     arguments |= hopper_constants(tile, BLOCK=block, ACCUMULATE=accumulate)
     check_hopper(compile_for("sm_90a", hopper_fp8.wgrad_kernel, arguments, num_warps=tile.warps))

@@ -13,7 +13,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from maniple.config.schema import TrainConfig
-from maniple.engines.megatron import context
+from maniple.engines.megatron import context, gradients
 from maniple.engines.megatron.buffers import Buffers, Overflow, Replay
 from maniple.engines.megatron.documents import padding
 from maniple.engines.megatron.model import routers, settle, unwrap
@@ -91,7 +91,8 @@ def _reduced(reduce: Callable, losses_BS: torch.Tensor):
 def connect(chunks: list, optimizer, job: TrainConfig) -> None:
     """Tells Megatron-Core's schedules how this job's gradients are finished, scaled and kept back."""
     config = chunks[0].config
-    config.finalize_model_grads_func = finalize_model_grads
+    gradients.write_first(chunks)
+    config.finalize_model_grads_func = _finalize
     config.grad_scale_func = optimizer.scale_loss
     if job.parallel.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in chunks]
@@ -99,6 +100,11 @@ def connect(chunks: list, optimizer, job: TrainConfig) -> None:
     if job.parallel.overlap_param_gather:
         sync = [chunk.start_param_sync for chunk in chunks]
         config.param_sync_func = sync[0] if len(chunks) == 1 else sync
+
+
+def _finalize(chunks: list, *args, **kwargs) -> None:
+    gradients.zero_unwritten(chunks)
+    finalize_model_grads(chunks, *args, **kwargs)
 
 
 def micro_batches(job: TrainConfig) -> int:

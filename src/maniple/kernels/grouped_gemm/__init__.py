@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from maniple.kernels import chips, custom_ops, registry
+from maniple.kernels import chips, custom_ops, main_grad, registry
 from maniple.kernels.grouped_gemm import low_precision, ops, reference
 from maniple.kernels.grouped_gemm.operands import check_operands
 from maniple.kernels.quantize import QuantizedWeight
@@ -76,9 +76,10 @@ def grouped_gemm(
     fp32 in the order of slots_TK, integers `[T, C]`: the slots that a token was gathered to (negative, or past the
     groups: none). A `Permutation` of `maniple.kernels.permute` has both: `order_S // K` and `position_TK`.
 
-    fuse_wgrad_accumulation: backward adds the weight's gradient to `w_G.main_grad` (fp32, w's shape) in place, sets
+    fuse_wgrad_accumulation: backward adds the weight's gradient to `w_G.main_grad` (fp32, w's shape) in place (writes
+    it there if `w_G.overwrite_main_grad`, which is False thereafter; a compiled graph only adds), sets
     `w_G.grad_added_to_main_grad = True` (in a compiled graph forward does) and leaves a `.grad` without meaning, as
-    Megatron-Core's DDP expects: `maniple.kernels.main_grad.added`.
+    Megatron-Core's DDP expects: `maniple.kernels.main_grad`.
     recipe: "bf16" multiplies x as it is. "fp8", "fp8_block" and "mxfp8" quantize x, w and the result's gradient first,
     with what weight_cache keeps of w between optimizer steps; `low_precision.quantized_grouped_gemm` has their other
     options.
@@ -163,5 +164,7 @@ def _main_grad(w_G: torch.Tensor, fuse: bool) -> torch.Tensor | None:
     if main_grad_G is None:
         raise ValueError("fuse_wgrad_accumulation needs a weight with a main_grad")
     if torch.compiler.is_compiling() and w_G.requires_grad:
+        if not main_grad.adds(w_G):
+            raise ValueError("a compiled graph adds gradients: zero main_grad, and leave overwrite_main_grad unset")
         w_G.grad_added_to_main_grad = True  # a compiled backward is a graph, and sets no attributes
     return main_grad_G

@@ -8,7 +8,7 @@ that have come, `empty` the warpgroups that are done with it.
 
 A group's last tile of rows is stored through a mask. In a weight gradient the last rows of a group are followed in
 shared memory by those of the next group (or by the undefined tail): the warpgroups overwrite them with zeros before
-they multiply. What is added to a gradient in fp32 is added in the L2 cache (`hopper_add.py`).
+they multiply. What is added to a gradient in fp32 is added in the L2 cache (`hopper_fp32.py`).
 
 The functions at the end have the interface of `reference.py`; what this file cannot run, `refusal` says.
 """
@@ -130,11 +130,12 @@ def wgrad(
     a_SA, b_SB = (grad_SN, x_SK) if layout == "nk" else (x_SK, grad_SN)
     out = portable.wgrad_result(a_SA, b_SB, len(ends_G), out, accumulate)
     _check({"x": x_SK, "the result's gradient": grad_SN})
-    tile = launch.wgrad_tile("hopper", 2, b_SB.shape[1], accumulates=accumulate)
+    fp32 = out.dtype == torch.float32
+    tile = launch.wgrad_tile("hopper", 2, b_SB.shape[1], fp32=fp32)
     wgrad_kernel[(portable.programs(x_SK),)](
         descriptor(a_SA, [tile.depth, tile.rows // 2]),
         descriptor(b_SB, [tile.depth, tile.columns]),
-        descriptor(out, [1, tile.rows // 2, 64 if accumulate else tile.columns]),
+        descriptor(out, [1, tile.rows // 2, 64 if fp32 else tile.columns]),
         ends_G,
         a_SA.shape[1],
         b_SB.shape[1],
@@ -149,7 +150,7 @@ def wgrad(
 def writes(out: torch.Tensor, accumulate: bool) -> bool:
     """Whether a weight gradient can be written to this tensor, or added to it, through the copy engine."""
     fits = out.is_contiguous() and portable.no_descriptor("the result", out) is None
-    return fits and out.dtype == (torch.float32 if accumulate else torch.bfloat16)
+    return fits and (out.dtype == torch.float32 or (out.dtype == torch.bfloat16 and not accumulate))
 
 
 def refusal(

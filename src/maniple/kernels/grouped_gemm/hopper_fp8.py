@@ -110,7 +110,7 @@ def wgrad(
         _descriptor(b.data, [tile.columns, 128]),
         _scale_descriptor(a, tile.rows // 2),
         _scale_descriptor(b, tile.columns),
-        _descriptor(out, [1, tile.rows // 2, 64 if accumulate else 128]),
+        _descriptor(out, [1, tile.rows // 2, 64 if out.dtype == torch.float32 else 128]),
         padded_ends_G,
         a.scales,
         b.scales,

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from maniple.kernels.grouped_gemm.hopper_add import add_block, halves
+from maniple.kernels.grouped_gemm.hopper_fp32 import halves, put_block
 from maniple.kernels.grouped_gemm.hopper_kernels import _place
 
 
@@ -77,10 +77,10 @@ def _load_wgrad(
 @gluon.jit
 def _finish_wgrad(acc, out_desc, this, other, g, a0, b0, ACCUMULATE: gl.constexpr, PENDING: gl.constexpr):
     """this, other: room for a block of the result, of which there may be one only. PENDING: 1 if there are two."""
-    if ACCUMULATE:
+    if out_desc.dtype == gl.float32:
         left, right = halves(acc, 128)
-        add_block(out_desc, left, this, g, a0, b0, PENDING)
-        add_block(out_desc, right, other, g, a0, b0 + 64, PENDING)
+        put_block(out_desc, left, this, g, a0, b0, ACCUMULATE, PENDING)
+        put_block(out_desc, right, other, g, a0, b0 + 64, ACCUMULATE, PENDING)
     else:
         tma.store_wait(PENDING)
         this.store(acc.to(out_desc.dtype).reshape((1, 64, 128)))
@@ -115,6 +115,7 @@ def _compute_wgrad(
 ):
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     WIDE: gl.constexpr = COLUMNS == 256
+    FP32: gl.constexpr = out_desc.dtype == gl.float32
     a_tiles = gl.cdiv(A, ROWS)
     b_tiles = gl.cdiv(B, COLUMNS)
     zero = gl.zeros((64, 128), gl.float32, MMA)
@@ -159,8 +160,8 @@ def _compute_wgrad(
             this = out_smem.index(HALF * BUFFERS)
             other = out_smem.index(HALF * BUFFERS + BUFFERS - 1)
             # a block that is written is the tile's only one where it is narrow: the last one went out of the same room
-            _finish_wgrad(left, out_desc, this, other, g, a0, b0, ACCUMULATE, BUFFERS - 1 if WIDE or ACCUMULATE else 0)
-            if WIDE and ACCUMULATE:
+            _finish_wgrad(left, out_desc, this, other, g, a0, b0, ACCUMULATE, BUFFERS - 1 if WIDE or FP32 else 0)
+            if WIDE and FP32:
                 _finish_wgrad(right, out_desc, this, other, g, a0, b0 + 128, ACCUMULATE, BUFFERS - 1)
             elif WIDE:
                 _finish_wgrad(right, out_desc, other, this, g, a0, b0 + 128, ACCUMULATE, BUFFERS - 1)
@@ -191,7 +192,7 @@ def wgrad_kernel(
     CONSUMER: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """`out[g] (+)= a[:, columns of g] @ b[:, columns of g]ᵀ`; a `[A, P]`, b `[B, P]` float8, out bf16 (fp32: added).
+    """`out[g] (+)= a[:, columns of g] @ b[:, columns of g]ᵀ`; a `[A, P]`, b `[B, P]` float8, out bf16 or fp32.
 
     Columns of groups end at `ends`, multiples of 128. Block p of row r has its scale at `p * A + r` (b: `p * B + r`).
     """

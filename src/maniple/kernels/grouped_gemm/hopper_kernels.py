@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from maniple.kernels.grouped_gemm.hopper_add import add_block, halves
+from maniple.kernels.grouped_gemm.hopper_fp32 import halves, put_block
 
 
 @gluon.jit
@@ -329,21 +329,21 @@ def _compute_wgrad(
             turn += 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1, pred=start < end)
-        if ACCUMULATE:
-            if start < end:
+        if out_desc.dtype == gl.float32:
+            if start < end or not ACCUMULATE:
                 this = out_smem.index(HALF * BUFFERS)
                 other = out_smem.index(HALF * BUFFERS + BUFFERS - 1)
                 left, right = halves(acc, COLUMNS)
                 if COLUMNS == 256:
                     first, second = halves(left, 128)
                     third, fourth = halves(right, 128)
-                    add_block(out_desc, first, this, g, a0, b0, BUFFERS - 1)
-                    add_block(out_desc, second, other, g, a0, b0 + 64, BUFFERS - 1)
-                    add_block(out_desc, third, this, g, a0, b0 + 128, BUFFERS - 1)
-                    add_block(out_desc, fourth, other, g, a0, b0 + 192, BUFFERS - 1)
+                    put_block(out_desc, first, this, g, a0, b0, ACCUMULATE, BUFFERS - 1)
+                    put_block(out_desc, second, other, g, a0, b0 + 64, ACCUMULATE, BUFFERS - 1)
+                    put_block(out_desc, third, this, g, a0, b0 + 128, ACCUMULATE, BUFFERS - 1)
+                    put_block(out_desc, fourth, other, g, a0, b0 + 192, ACCUMULATE, BUFFERS - 1)
                 else:
-                    add_block(out_desc, left, this, g, a0, b0, BUFFERS - 1)
-                    add_block(out_desc, right, other, g, a0, b0 + 64, BUFFERS - 1)
+                    put_block(out_desc, left, this, g, a0, b0, ACCUMULATE, BUFFERS - 1)
+                    put_block(out_desc, right, other, g, a0, b0 + 64, ACCUMULATE, BUFFERS - 1)
         else:
             staged = out_smem.index(HALF * BUFFERS)
             tma.store_wait(0)
@@ -373,7 +373,7 @@ def wgrad_kernel(
     CONSUMER: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """`out[g] (+)= a[rows of g]ᵀ @ b[rows of g]`; a `[S, A]`, b `[S, B]` bf16, out `[G, A, B]` bf16 (fp32: added)."""
+    """`out[g] (+)= a[rows of g]ᵀ @ b[rows of g]`; a `[S, A]`, b `[S, B]` bf16, out `[G, A, B]` bf16, or fp32."""
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [2 * STAGES, DEPTH, ROWS // 2], a_desc.layout)
     b_smem = gl.allocate_shared_memory(b_desc.dtype, [STAGES, DEPTH, COLUMNS], b_desc.layout)
     out_smem = gl.allocate_shared_memory(out_desc.dtype, [2 * BUFFERS] + out_desc.block_type.shape, out_desc.layout)  # noqa: RUF005

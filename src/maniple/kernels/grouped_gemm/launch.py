@@ -60,11 +60,11 @@ def rows_tile(target: str, itemsize: int, columns: int) -> Tile:
     return Tile(128, 128, 64, 2, 8, 8)
 
 
-def wgrad_tile(target: str, itemsize: int, columns: int, *, accumulates: bool = False) -> Tile:
-    """Tile of a group's `[A, B]`; its depth counts rows. `accumulates`: into fp32, which is staged in other parts."""
+def wgrad_tile(target: str, itemsize: int, columns: int, *, fp32: bool = False) -> Tile:
+    """Tile of a group's `[A, B]`; its depth counts rows. fp32: the result is, and is staged in other parts."""
     tile = rows_tile(target, itemsize, columns)
     if target == "hopper" and itemsize == 2:
-        return replace(tile, stages=min(tile.stages, 4), band=4, buffers=2 if accumulates else 1)
+        return replace(tile, stages=min(tile.stages, 4), band=4, buffers=2 if fp32 else 1)
     return tile
 
 

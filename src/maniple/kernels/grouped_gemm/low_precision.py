@@ -245,7 +245,7 @@ class _QuantizedGroupedGemm(torch.autograd.Function):
         if needs_w:
             operands = *split(grad_turned), x, x_scales, turned_ends_G, quantizer.layout
             if settings.fuse:
-                operators.wgrad_add(*operands, ctx.main.main_grad, recipe, kernels)
+                operators.wgrad_into(*operands, ctx.main.main_grad, main_grad.adds(ctx.main), recipe, kernels)
                 grad_w_G = main_grad.added(ctx.main)
             else:
                 grad_w_G = operators.wgrad(*operands, ctx.w_dtype, recipe, kernels)

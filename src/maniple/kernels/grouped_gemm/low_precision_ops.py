@@ -46,11 +46,11 @@ def wgrad(grad, grad_scales, x, x_scales, ends_G, layout, out_dtype, recipe, ker
     return registry.use(OP, recipe, x.device.type, kernels).wgrad(*operands, ends_G, layout=layout, out_dtype=out_dtype)
 
 
-def wgrad_add(grad, grad_scales, x, x_scales, ends_G, layout, out_G, recipe, kernels) -> None:
-    """`maniple::quantized_wgrad_add`: adds the gradient of the weights to `out_G`, once."""
+def wgrad_into(grad, grad_scales, x, x_scales, ends_G, layout, out_G, accumulate, recipe, kernels) -> None:
+    """`maniple::quantized_wgrad_into`: writes the gradient of the weights to `out_G`, or adds it there, once."""
     operands = _turned(grad, grad_scales, x, x_scales, recipe)
     implementation = registry.use(OP, recipe, x.device.type, kernels)
-    implementation.wgrad(*operands, ends_G, layout=layout, out=out_G, accumulate=True)
+    implementation.wgrad(*operands, ends_G, layout=layout, out=out_G, accumulate=accumulate)
 
 
 def bias_grad(grad_SN, ends_G, bias_GN, bias_scale_S, splits, recipe, kernels) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,7 +61,7 @@ def bias_grad(grad_SN, ends_G, bias_GN, bias_scale_S, splits, recipe, kernels) -
 
 
 def operators_for(tensor: torch.Tensor) -> Any:
-    """`rows`, `wgrad`, `wgrad_add`, `bias_grad`, `gather_sum`: by name where something looks at operators."""
+    """`rows`, `wgrad`, `wgrad_into`, `bias_grad`, `gather_sum`: by name where something looks at operators."""
     return _NAMED if custom_ops.named(tensor) else _DIRECT
 
 
@@ -103,7 +103,9 @@ custom_ops.define(
     f"quantized_wgrad({_TURNED}, ScalarType out_dtype, str recipe, str kernels) -> Tensor", wgrad, _empty_wgrad
 )
 custom_ops.define(
-    f"quantized_wgrad_add({_TURNED}, Tensor(a!) out, str recipe, str kernels) -> ()", wgrad_add, lambda *arguments: None
+    f"quantized_wgrad_into({_TURNED}, Tensor(a!) out, bool accumulate, str recipe, str kernels) -> ()",
+    wgrad_into,
+    lambda *arguments: None,
 )
 custom_ops.define(
     "quantized_bias_grad(Tensor grad, Tensor ends, Tensor bias, Tensor? bias_scale, int[]? splits, str recipe, "
@@ -111,11 +113,11 @@ custom_ops.define(
     bias_grad,
     _empty_bias_grad,
 )
-_DIRECT = SimpleNamespace(rows=rows, wgrad=wgrad, wgrad_add=wgrad_add, bias_grad=bias_grad, gather_sum=ops.gather_sum)
+_DIRECT = SimpleNamespace(rows=rows, wgrad=wgrad, wgrad_into=wgrad_into, bias_grad=bias_grad, gather_sum=ops.gather_sum)
 _NAMED = SimpleNamespace(
     rows=torch.ops.maniple.quantized_grouped_gemm,
     wgrad=torch.ops.maniple.quantized_wgrad,
-    wgrad_add=torch.ops.maniple.quantized_wgrad_add,
+    wgrad_into=torch.ops.maniple.quantized_wgrad_into,
     bias_grad=torch.ops.maniple.quantized_bias_grad,
     gather_sum=torch.ops.maniple.grouped_gemm_gather_sum,
 )

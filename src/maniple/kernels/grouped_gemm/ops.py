@@ -106,11 +106,11 @@ def wgrad(x_SK, grad_SN, ends_G, source_S, layout, recipe, kernels, splits) -> t
     return implementation.wgrad(x_SK, grad_SN, ends_G, source_S=source_S, layout=layout, splits=splits)
 
 
-def wgrad_add(x_SK, grad_SN, ends_G, source_S, out_G, layout, recipe, kernels, splits) -> None:
-    """`maniple::grouped_gemm_wgrad_add`: adds the gradient of the weights to `out_G`, once."""
+def wgrad_into(x_SK, grad_SN, ends_G, source_S, out_G, accumulate, layout, recipe, kernels, splits) -> None:
+    """`maniple::grouped_gemm_wgrad_into`: writes the gradient of the weights to `out_G`, or adds it there, once."""
     implementation = _wgrad_of(x_SK, grad_SN, source_S, layout, recipe, kernels)
     implementation.wgrad(
-        x_SK, grad_SN, ends_G, source_S=source_S, layout=layout, out=out_G, accumulate=True, splits=splits
+        x_SK, grad_SN, ends_G, source_S=source_S, layout=layout, out=out_G, accumulate=accumulate, splits=splits
     )
 
 
@@ -132,7 +132,7 @@ _DIRECT = SimpleNamespace(
     dgrad=dgrad,
     gather_sum=gather_sum,
     wgrad=wgrad,
-    wgrad_add=wgrad_add,
+    wgrad_into=wgrad_into,
     bias_grad=bias_grad,
     swiglu_backward=swiglu_backward,
 )
@@ -226,7 +226,7 @@ def _product_gradients(
     kernels,
     splits,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of x and of w, each if it is needed. With a `main_grad_G` w's is added there: see `main_grad.added`.
+    """Gradients of x and of w, each if it is needed. With a `main_grad_G` w's goes there: see `main_grad.added`.
 
     rows: a list of x_SK alone, which is taken out of it: w's gradient comes first, and where x was computed again for
     it, that memory is free when x's own gradient is made.
@@ -234,7 +234,8 @@ def _product_gradients(
     grad_x_TK = grad_w_G = None
     x_SK = rows.pop()
     if needs_w and ctx.main is not None:
-        call.wgrad_add(x_SK, grad_SN, ends_G, source_S, ctx.main_grad_G, layout, recipe, kernels, splits)
+        adds = main_grad.adds(ctx.main)
+        call.wgrad_into(x_SK, grad_SN, ends_G, source_S, ctx.main_grad_G, adds, layout, recipe, kernels, splits)
         grad_w_G = main_grad.added(ctx.main)  # the weight itself: hooks of saved tensors may have replaced `w_G`
     elif needs_w:
         grad_w_G = call.wgrad(x_SK, grad_SN, ends_G, source_S, layout, recipe, kernels, splits)
@@ -327,7 +328,9 @@ custom_ops.define(
 _WGRAD = "Tensor x, Tensor grad, Tensor ends, Tensor? source"
 custom_ops.define(f"grouped_gemm_wgrad({_WGRAD}, str layout, {_HOW}) -> Tensor", wgrad, _fake_wgrad)
 custom_ops.define(
-    f"grouped_gemm_wgrad_add({_WGRAD}, Tensor(a!) out, str layout, {_HOW}) -> ()", wgrad_add, lambda *inputs: None
+    f"grouped_gemm_wgrad_into({_WGRAD}, Tensor(a!) out, bool accumulate, str layout, {_HOW}) -> ()",
+    wgrad_into,
+    lambda *inputs: None,
 )
 custom_ops.define(
     f"grouped_gemm_bias_grad(Tensor grad, Tensor ends, Tensor bias, Tensor? bias_scale, {_HOW}) -> (Tensor, Tensor)",
@@ -338,7 +341,7 @@ _NAMED = SimpleNamespace(
     dgrad=torch.ops.maniple.grouped_gemm_dgrad,
     gather_sum=torch.ops.maniple.grouped_gemm_gather_sum,
     wgrad=torch.ops.maniple.grouped_gemm_wgrad,
-    wgrad_add=torch.ops.maniple.grouped_gemm_wgrad_add,
+    wgrad_into=torch.ops.maniple.grouped_gemm_wgrad_into,
     bias_grad=torch.ops.maniple.grouped_gemm_bias_grad,
     swiglu_backward=torch.ops.maniple.swiglu_backward,
 )

@@ -233,7 +233,7 @@ def wgrad(
     if not out.numel():
         return out
     target = target_of(x_SK)
-    tile = launch.wgrad_tile(target, x_SK.element_size(), b_SB.shape[1], accumulates=accumulate)
+    tile = launch.wgrad_tile(target, x_SK.element_size(), b_SB.shape[1], fp32=out.dtype == torch.float32)
     gather_a, gather_b = source_S is not None and layout != "nk", source_S is not None and layout == "nk"
     loaded = [t for t, gathered in ((a_SA, gather_a), (b_SB, gather_b)) if not gathered]
     descriptors = target != "amd" and all(no_descriptor("", t) is None for t in loaded)

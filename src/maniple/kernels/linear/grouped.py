@@ -44,5 +44,5 @@ class Grouped:
         operators, operands = operators_for(ends_G), (*split(grad), *split(x), ends_G, "nk")
         if out_1NK is None:
             return operators.wgrad(*operands, out_dtype, self.recipe, self.kernels)
-        operators.wgrad_add(*operands, out_1NK, self.recipe, self.kernels)
+        operators.wgrad_into(*operands, out_1NK, True, self.recipe, self.kernels)
         return out_1NK

@@ -20,6 +20,7 @@ from megatron.core import parallel_state
 from maniple.config.schema import TrainConfig
 from maniple.engines.megatron import step
 from maniple.engines.megatron.experts import GroupedExperts
+from maniple.engines.megatron.gradients import zero_unwritten
 from maniple.engines.megatron.model import routers, unwrap
 
 
@@ -35,7 +36,8 @@ class Found:
 
 
 def trace(chunks: list, optimizer, batches: list[Iterator[step.Batch]], job: TrainConfig, device) -> str:
-    """Says in words where it began; the same on every rank. Collective. Leaves gradients and counts at zero.
+    """Says in words where it began; the same on every rank. Collective. Leaves counts at zero, and gradients
+    as before a step.
 
     batches: the step's micro-batches, from its beginning. Looks at weights first, then at outputs in forward order (the
     first that is not finite), then at gradients in backward order (the first, which is the last in forward order: from
@@ -159,7 +161,7 @@ def _unreduced(chunks: list) -> Iterator[None]:
     """Keeps each rank's gradients its own: nothing is reduced over ranks, during the backward pass or after it."""
     config = chunks[0].config
     finish, overlaps = config.finalize_model_grads_func, [chunk.ddp_config.overlap_grad_reduce for chunk in chunks]
-    config.finalize_model_grads_func = lambda *args, **kwargs: None
+    config.finalize_model_grads_func = lambda chunks, *args, **kwargs: zero_unwritten(chunks)
     for chunk in chunks:
         chunk.ddp_config.overlap_grad_reduce = False
     try:

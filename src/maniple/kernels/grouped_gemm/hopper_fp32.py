@@ -1,6 +1,6 @@
-"""Adding what registers hold to a tensor in memory, through Hopper's copy engine: Gluon alone, no torch.
+"""Writing fp32 from registers to a tensor in memory, or adding it there, by Hopper's copy engine: Gluon, no torch.
 
-The sum is formed in the L2 cache, so that nobody waits for what was there, and a warpgroup goes on as soon as shared
+A sum is formed in the L2 cache, so that nobody waits for what was there, and a warpgroup goes on as soon as shared
 memory has its numbers. Where each element is added to once, by one program, the result has the same bits every time.
 """
 
@@ -29,10 +29,13 @@ def halves(values, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def add_block(desc, values, staged, g, a0, b0, PENDING: gl.constexpr):
-    """Adds fp32 `[64, 64]` to `[g, a0:, b0:]`. `staged` is free when all but PENDING earlier ones have read."""
+def put_block(desc, values, staged, g, a0, b0, ADD: gl.constexpr, PENDING: gl.constexpr):
+    """Writes fp32 `[64, 64]` to `[g, a0:, b0:]`, or adds it. `staged` is free once all but PENDING have read theirs."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     tma.store_wait(PENDING)
     staged.store(gl.convert_layout(values, MMA).reshape((1, 64, 64)))
     fence_async_shared()
-    async_add_shared_to_global(desc, [g, a0, b0], staged)
+    if ADD:
+        async_add_shared_to_global(desc, [g, a0, b0], staged)
+    else:
+        tma.async_copy_shared_to_global(desc, [g, a0, b0], staged)
