@@ -151,7 +151,7 @@ def test_the_oracle_is_a_loop_over_tokens(operands):
 def test_ours_are_right(recipe, operands):
     found = list(layer_ours.ours(recipe, operands))
     assert [each.role for each in found] == ["selected"] + ["alternative"] * (len(found) - 1)
-    assert len(found) == (4 if recipe == "bf16" else 1)
+    assert len(found) == (5 if recipe == "bf16" else 1)
     for each in found:
         for grad_TD in (None, operands.grad_TD):
             error = worst(operands, each, grad_TD)
@@ -160,15 +160,19 @@ def test_ours_are_right(recipe, operands):
                 assert error > 1e-2, f"{each.name} has no quantization error"
 
 
-def test_gradients_are_added_where_it_says(plain):
-    adds, leaves_bf16, *_ = layer_ours.ours("bf16", plain)
-    for each, dtype in ((adds, torch.float32), (leaves_bf16, torch.bfloat16)):
+def test_gradients_go_where_it_says(plain):
+    writes, adds, leaves_bf16, *_ = layer_ours.ours("bf16", plain)
+    for each, dtype in ((writes, torch.float32), (adds, torch.float32), (leaves_bf16, torch.bfloat16)):
         found, _ = each.results(plain.grad_TD)
         assert found["w13"].dtype == found["w2"].dtype == dtype
         assert found["router"].dtype == torch.bfloat16
-    adds.step(plain.grad_TD)
-    found, ids_TK = adds.results(plain.grad_TD)  # from zero, whatever ran before
-    assert max(layer_operands.errors(found, plain.expected(ids_TK)).values()) < LAYER_BOUNDS["bf16"]
+    for each, times in ((writes, 1), (adds, 3)):
+        found, ids_TK = each.results(plain.grad_TD)  # from zero, whatever ran before
+        assert max(layer_operands.errors(found, plain.expected(ids_TK)).values()) < LAYER_BOUNDS["bf16"]
+        once = plain["w2"].main_grad.clone()
+        each.step(plain.grad_TD)
+        each.step(plain.grad_TD)
+        assert torch.allclose(plain["w2"].main_grad, times * once, rtol=1e-5)
     assert all(tensor.grad is None for tensor in plain.leaves.tensors.values())
 
 
@@ -406,6 +410,7 @@ def test_rows_say_what_was_measured():
     forward, step = moe_layer.run(plan(), lambda what: None)
     assert [row["implementation"] for row in step] == [
         "reference",
+        "reference, gradients added",
         "reference, bf16 gradients",
         "reference, rows let go, bf16 gradients",
         "reference, rows gathered by fc1",
@@ -420,7 +425,7 @@ def test_rows_say_what_was_measured():
         assert "transformers" in row["versions"]
         json.dumps(row, allow_nan=False)
     assert set(step[0]["ratios"]) == {"transformers"}
-    assert step[0]["note"] == "swiglu reference, routing reference, permute reference, adds to fp32 gradients"
+    assert step[0]["note"] == "swiglu reference, routing reference, permute reference, gradients written in fp32"
     assert set(step[0]["stages"]) == STAGES | {f"{stage} backward" for stage in STAGES}
     assert not forward[0]["stages"]
     assert not step[-1]["stages"]
@@ -479,7 +484,7 @@ def test_the_first_shape_has_all_variants(monkeypatch):
 
 def test_few_and_selected_are_the_first_ones(plain):
     assert [each.name for each in layer_ours.ours("bf16", plain, "selected")] == ["reference"]
-    assert layer_ours._COUNT == {"selected": 1, "few": 4, "all": None}
+    assert layer_ours._COUNT == {"selected": 1, "few": 5, "all": None}
 
 
 def test_variants_on_a_gpu(monkeypatch):
@@ -493,6 +498,7 @@ def test_variants_on_a_gpu(monkeypatch):
     assert turned == layer_ours.Variant(routing="triton", permute="triton")
     assert all((v.routing, v.permute) == ("triton", "triton") for v in others)
     assert [layer_ours._name(v, {"products": v.products or "hopper"}) for v in others] == [
+        "hopper, triton routing and permutation, gradients added",
         "hopper, triton routing and permutation, bf16 gradients",
         "hopper, triton routing and permutation, rows let go, bf16 gradients",
         "hopper, triton routing and permutation, rows gathered by fc1",
@@ -504,7 +510,7 @@ def test_variants_on_a_gpu(monkeypatch):
     monkeypatch.setattr(layer_ours.registry, "select", lambda *a: types.SimpleNamespace(name="triton"))
     _, turned, other, *_ = layer_ours._variants("bf16", gpu)
     assert (turned.routing, turned.permute) == ("reference", "reference")
-    assert other == layer_ours.Variant(adds=False)
+    assert other == layer_ours.Variant(gradients="added")
 
 
 def test_what_cannot_run_is_absent(plain, monkeypatch):
@@ -650,7 +656,7 @@ def test_every_end_leaves_rows_and_verdicts(end, script, tmp_path, capsys, monke
 
 def test_a_layer_has_one_name_in_a_contest(operands, monkeypatch):
     """On a GPU where the portable kernels are selected, to ask for them is no other variant."""
-    twice = [layer_ours.Variant(), layer_ours.Variant(products="reference"), layer_ours.Variant(adds=False)]
+    twice = [layer_ours.Variant(), layer_ours.Variant(products="reference"), layer_ours.Variant(gradients="bf16")]
     monkeypatch.setattr(layer_ours, "_variants", lambda recipe, device: iter(twice))
     found = list(layer_ours.ours("bf16", operands))
     assert [each.name for each in found] == ["reference", "reference, bf16 gradients"]

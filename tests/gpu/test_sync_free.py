@@ -33,7 +33,7 @@ pytestmark = pytest.mark.timeout(600)
 T, D, F, E, K, LENGTH = 2048, 512, 256, 32, 4, 256
 SPEC = RouterSpec(E, K, "sigmoid", True, True, 8, 4, "sum_top2", 2.5)
 FACTOR = 1.25
-RECIPES = ("bf16", "fp8_block")
+RECIPES = ("bf16", "fp8", "fp8_block", "mxfp8")
 WAYS = ("local", "slice")
 SKEWED = (0, 1, 2, 3)  # the slice's experts, and four of `local`'s
 

@@ -1,7 +1,8 @@
 """Our MoE layer as it takes part: what the registry selects, and what else could run; where its time goes.
 
 The layer is that of training: fp32 logits, routing, dispatch on one rank, experts with the routing weights, combine.
-The matrices' gradients are added to fp32 buffers within the products, unless a variant says otherwise.
+The matrices' gradients are written to fp32 buffers by the products, as a step's first micro-batch does in the engine,
+unless a variant says otherwise.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from maniple.moe.experts import expert_mlp
 
 Mark = Callable[[str], None]
 Variants = Literal["selected", "few", "all"]
-_COUNT: dict[Variants, int | None] = {"selected": 1, "few": 4, "all": None}
+_COUNT: dict[Variants, int | None] = {"selected": 1, "few": 5, "all": None}
 
 
 @dataclass(frozen=True)
 class Variant:
     """Implementations by name, None for what the registry selects. fc1: of its product with SwiGLU, where it is not
     that of `products`. gathers: fc1 reads x through the permutation, without a copy of the rows. lets_go: backward lets
-    that copy go once fc1's matrix has its gradient (`LocalDispatcher.lets_go`). adds: the matrices' gradients go to
-    fp32 buffers; else they are bf16 tensors."""
+    that copy go once fc1's matrix has its gradient (`LocalDispatcher.lets_go`). gradients: of the matrices, written to
+    fp32 buffers or added there, or bf16 tensors."""
 
     recipe: str = "bf16"
     routing: str | None = None
@@ -46,14 +47,14 @@ class Variant:
     fc1: str | None = None
     gathers: bool = False
     lets_go: bool = False
-    adds: bool = True
+    gradients: Literal["written", "added", "bf16"] = "written"
 
 
 def ours(recipe: str, o: LayerOperands, variants: Variants = "all") -> Iterator[Layer | Absent]:
     """The selected layer of a recipe first, then what else can run, each name once.
 
-    variants: "selected": that alone. "few": also routing and permutation by what is not selected, and gradients in
-    bf16, also with rows that are let go. "all": also the other ways to compute the experts.
+    variants: "selected": that alone. "few": also routing and permutation by what is not selected, gradients that are
+    added, and in bf16, also with rows that are let go. "all": also the other ways to compute the experts.
     """
     seen: set[str] = set()
     for variant in itertools.islice(_variants(recipe, o.device), _COUNT[variants]):
@@ -74,8 +75,9 @@ def _variants(recipe: str, device: torch.device) -> Iterator[Variant]:
         yield turned
     if recipe != "bf16":
         return
-    yield replace(base, adds=False)
-    yield replace(base, adds=False, lets_go=True)
+    yield replace(base, gradients="added")
+    yield replace(base, gradients="bf16")
+    yield replace(base, gradients="bf16", lets_go=True)
     yield replace(base, gathers=True)
     if device.type == "cuda":
         yield replace(base, fc1="hopper_fused")
@@ -96,9 +98,11 @@ def _made(variant: Variant, role: Role, o: LayerOperands) -> Layer | Absent:
     notes = [f"{op} {name}" for op, name in parts.items() if op != "products"]
     if variant.recipe != "bf16":
         notes.append("quantized weights are kept" if caches else "emulated in bf16; weights are rounded in every step")
-    notes.append("adds to fp32 gradients" if variant.adds else "gradients in bf16")
+    notes.append("gradients in bf16" if variant.gradients == "bf16" else f"gradients {variant.gradients} in fp32")
 
     def forward(mark: Mark | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        for name in ("w13", "w2"):
+            o[name].overwrite_main_grad = variant.gradients == "written"
         with forgetting() if variant.lets_go else contextlib.nullcontext():
             return layer(o, variant, caches, mark)
 
@@ -141,8 +145,8 @@ def _name(variant: Variant, parts: dict[str, str]) -> str:
         words.append("rows gathered by fc1")
     if variant.lets_go:
         words.append("rows let go")
-    if not variant.adds:
-        words.append("bf16 gradients")
+    if variant.gradients != "written":
+        words.append("gradients added" if variant.gradients == "added" else "bf16 gradients")
     return ", ".join(words)
 
 
@@ -197,7 +201,7 @@ def _mlp(o, variant, rows_SD, probs_S, ends_G, caches, handle) -> torch.Tensor:
         dtype=float8(variant.recipe, o.device),
         caches=caches,
         kernels=variant.products,
-        fuse_wgrad_accumulation=variant.adds,
+        fuse_wgrad_accumulation=variant.gradients != "bf16",
         splits=_splits(o),
     )
 
@@ -206,7 +210,7 @@ def _own_mlp(o, variant, rows_SD, probs_S, ends_G, caches, handle) -> torch.Tens
     """What `expert_mlp` does in bf16, with a kernel for fc1 of its own or with rows that fc1 gathers."""
     act, topk = o.activation, o.shape.topk
     gathered = {"source_S": handle.order_S // topk, "slots_TK": handle.position_TK} if variant.gathers else {}
-    shared = {"fuse_wgrad_accumulation": variant.adds, "splits": _splits(o)}
+    shared = {"fuse_wgrad_accumulation": variant.gradients != "bf16", "splits": _splits(o)}
     hidden_SF = grouped_gemm_swiglu(
         rows_SD,
         o["w13"],
