@@ -155,11 +155,12 @@ def show(row: rows.Row) -> None:
         print(f"{name}: not run: {row['not_run']}", flush=True)
         return
     mfu = "" if row["mfu"] is None else f", {row['mfu']:.1%} MFU"
+    uneven = "" if row["imbalance"] is None else f", busiest expert {row['imbalance']:.1f} x the mean"
     spread = f"{row['milliseconds_p20']:,.1f} to {row['milliseconds_p80']:,.1f}, {row['steps']} steps"
     print(
         f"{name}: {row['milliseconds']:,.1f} ms a step ({spread}), {row['tokens_per_second']:,.0f} tokens/s, "
         f"{row['tflops']:.3g} TFLOP/s{mfu}, {row['peak_memory_bytes'] / 2**30:.1f} GiB, "
-        f"loss {row['first_loss']} to {row['last_loss']}; {row['note']}"
+        f"loss {row['first_loss']} to {row['last_loss']}{uneven}; {row['note']}"
     )
     if profile := row["profile"]:
         print(profiled(profile))

@@ -238,6 +238,7 @@ def test_the_peer_trains_the_card_on_the_labels_that_it_is_given():
     before = peer.model.lm_head.weight.detach().clone()
     assert float(peer.step()) == pytest.approx(float(sum(wanted) / 2), rel=1e-3)
     assert not torch.equal(before, peer.model.lm_head.weight)
+    assert 1 <= peer.facts()["imbalance"] <= TINY.moe.num_experts
     assert {state["exp_avg"].dtype for state in peer.optimizer.state.values()} == {torch.bfloat16}
 
 

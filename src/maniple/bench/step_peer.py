@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from maniple.bench.whole_step import PEER, Plan, batches
+from maniple.metrics import expert_balance
 from maniple.models.huggingface import config_of
 
 
@@ -52,8 +53,20 @@ class Peer:
         self.optimizer.zero_grad()
         return loss / self.plan.micro_batches
 
+    @torch.no_grad()
     def facts(self) -> dict[str, Any]:
-        return {}
+        """`imbalance`, of one micro-batch: how unevenly experts are loaded changes what products take."""
+        counts: list[torch.Tensor] = []
+
+        def count(module, inputs, output) -> None:
+            counts.append(torch.bincount(output[2].flatten(), minlength=self.plan.card.moe.num_experts))
+
+        routers = [module for module in self.model.modules() if type(module).__name__.endswith("TopKRouter")]
+        hooks = [router.register_forward_hook(count) for router in routers]
+        self.model(input_ids=next(self.batches)[0].to(self.plan.device), logits_to_keep=1, use_cache=False)
+        for hook in hooks:
+            hook.remove()
+        return {"imbalance": expert_balance(torch.stack(counts)).overall if counts else None}
 
     def close(self) -> None:
         del self.model, self.optimizer, self.batches
