@@ -36,6 +36,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument(
         "--seed", type=int, help="of the random shapes, group sizes and operands; default: today's date"
     )
+    parser.add_argument("--multiple", type=int, default=1, help="round the groups' sizes to it; default: any sizes")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/DATE-GPU-grouped-gemm.jsonl; CPU: none")
     parser.add_argument("--verdicts", type=Path, nargs="+", metavar="FILE", help="measure nothing, judge these rows")
@@ -51,7 +52,7 @@ def main(words: list[str] | None = None) -> int:
     parts = options.only or [*MODELS, "random"]
     print(f"seed {seed}")
     plan = grouped_gemm.Plan(
-        [shape for part in parts for shape in shapes_of(part, device, seed)],
+        [shape.rounded(options.multiple) for part in parts for shape in shapes_of(part, device, seed)],
         options.recipe or grouped_gemm.RECIPES,
         device,
         command.QUICK_ROUNDS if options.quick else command.ROUNDS,

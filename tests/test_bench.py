@@ -58,6 +58,20 @@ def test_rounded_groups_keep_the_rows_and_stay_near():
         SHAPE.rounded(100)
 
 
+def test_padded_groups_keep_their_rows(operands):
+    wide = operands.padded(128)
+    assert all(size % 128 == 0 for size in wide.shape.sizes)
+    assert sum(wide.shape.sizes) - sum(operands.shape.sizes) < 128 * operands.shape.groups
+    assert wide.ends_G.tolist() == torch.tensor(wide.shape.sizes).cumsum(0).tolist()
+    for few, many in ((operands.x_SK, wide.x_SK), (operands.grad_SN, wide.grad_SN)):
+        parts = zip(few.split(operands.shape.sizes), many.split(wide.shape.sizes), strict=True)
+        for some, group in parts:
+            assert torch.equal(group[: len(some)], some)
+            assert not group[len(some) :].any()
+    facts = operands.shape.facts(128)
+    assert (facts["rows"], facts["padded_rows"]) == (operands.shape.rows, wide.shape.rows)
+
+
 def test_shapes_of_a_model_are_those_of_its_experts():
     fc1, fc2 = of_model(load_card("deepseek-v3"), rows=65_536, expert_parallel_size=8)
     assert (fc1.groups, fc1.n, fc1.k, fc1.rows) == (32, 4096, 7168, 65_536)
@@ -218,7 +232,7 @@ def test_deep_gemm_gets_what_it_takes(recipe, op, operands, monkeypatch):
     peer = build(op, operands)
     assert peer.multiple == 128
     operands.main_grad_GNK.zero_()
-    assert operands.rounded(128).error(op, peer.call()) < BOUNDS[recipe]
+    assert operands.padded(128).error(op, peer.call()) < BOUNDS[recipe]
 
 
 @pytest.mark.parametrize("op", ["forward", "dgrad", "wgrad"])
@@ -241,8 +255,7 @@ def test_scaled_grouped_mm_gets_what_it_takes(op, operands, monkeypatch):
 
     monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled)
     peer = peers.torch_scaled_grouped(op, operands)
-    checked = operands.rounded(peer.multiple) if peer.multiple > 1 else operands
-    assert 1e-2 < checked.error(op, peer.call()) < BOUNDS["fp8"]
+    assert 1e-2 < operands.padded(peer.multiple).error(op, peer.call()) < BOUNDS["fp8"]
     assert isinstance(peers.torch_scaled_grouped("wgrad_accumulate", operands), Absent)
 
 
@@ -258,7 +271,7 @@ def test_a_peer_that_cannot_run_says_why(operands, monkeypatch):
 
 
 def test_preparing_a_peer_may_fail(operands, monkeypatch):
-    monkeypatch.setitem(peers._BUILDERS, "bf16", (("x", "peer", "", lambda op, o: o.rounded(100)),))
+    monkeypatch.setitem(peers._BUILDERS, "bf16", (("x", "peer", "", lambda op, o: o.shape.rounded(100)),))
     assert list(peers.peers("forward", "bf16", operands)) == [
         Absent("x", "peer", "ValueError: 256 rows are no multiple of 100")
     ]
@@ -364,7 +377,9 @@ def test_the_mlp_is_right_and_counted(recipe, monkeypatch):
         assert not found.baselines
     else:
         assert [b.name for b in found.baselines] == [bars.OUR_BF16, bars.OUR_FUSED]
+    whole = mlp.expert_mlp
     monkeypatch.setattr(mlp, "swiglu", lambda x, probs: x[:, ::2] * probs[:, None].to(x))
+    monkeypatch.setattr(mlp, "expert_mlp", lambda x, probs, *others, **how: whole(x, 2 * probs, *others, **how))
     wrong = mlp.contest(recipe, experts, None)
     assert wrong.error(wrong.entrants[0]) > wrong.bound
 

@@ -15,7 +15,7 @@ Role = Literal["selected", "alternative", "peer", "ceiling"]
 class Contender:
     """`call()` computes the op and returns its result.
 
-    multiple: the groups' sizes are rounded to it, since it takes no others. checked: its result is compared with fp32.
+    multiple: its groups are padded to it, since it takes no others. checked: its result is compared with fp32.
     note: what else its time holds, or lacks.
     """
 

@@ -93,7 +93,7 @@ def _product(op: str, recipe: str, operands: Operands, kernels: str | None) -> C
         result = contender.call()
         if not contender.checked:
             return None
-        return (operands.rounded(contender.multiple) if contender.multiple > 1 else operands).error(op, result)
+        return operands.padded(contender.multiple).error(op, result)
 
     return Contest(
         op,

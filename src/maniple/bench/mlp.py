@@ -18,9 +18,9 @@ from maniple.bench.shapes import Shape
 from maniple.errors import UserError
 from maniple.kernels import quantize, registry
 from maniple.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
-from maniple.kernels.grouped_gemm.low_precision import quantized_grouped_gemm
+from maniple.kernels.swiglu import quantized, swiglu
 from maniple.kernels.swiglu import reference as swiglu_reference
-from maniple.kernels.swiglu import swiglu
+from maniple.moe.experts import expert_mlp
 
 OP, FUSED = "expert_mlp", "our bf16 fused"
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -152,27 +152,33 @@ def _torch(experts: Experts) -> Contender:
 
 def _low_precision(recipe: str, experts: Experts, kernels: str | None) -> Contender:
     dtype, splits = float8(recipe, experts.device), _splits(experts)
+    device_type, rows, f = experts.device.type, experts.rows_SD.shape[0], experts.w13_GFD.shape[1] // 2
     operands = experts.rows_SD.detach(), experts.w13_GFD.detach(), "nk", dtype, dtype
-    name = registry.select(QUANTIZED, recipe, experts.device.type, kernels, operands).name
-    keeps = name != "emulated"
-    caches = {id(w): quantize.QuantizedWeight(recipe, dtype=dtype) for w in (experts.w13_GFD, experts.w2_GDF) if keeps}
+    name = registry.select(QUANTIZED, recipe, device_type, kernels, operands).name
+    between = experts.rows_SD.dtype, rows, f, experts.probs_S.dtype, dtype
+    act = registry.select(quantized.OP, recipe, device_type, None, between)
+    caches = quantize.QuantizedWeight(recipe, dtype=dtype), quantize.QuantizedWeight(recipe, dtype=dtype)
 
-    def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return quantized_grouped_gemm(
-            x,
-            w,
+    def forward() -> torch.Tensor:
+        return expert_mlp(
+            experts.rows_SD,
+            experts.probs_S,
             experts.ends_G,
+            experts.w13_GFD,
+            experts.w2_GDF,
             recipe=recipe,
-            fuse_wgrad_accumulation=True,
-            weight_cache=caches.get(id(w)),
             dtype=dtype,
+            caches=caches,
             kernels=kernels,
+            fuse_wgrad_accumulation=True,
             splits=splits,
         )
 
-    parts = name, _name("quantize", recipe, experts, None), _name("swiglu", "bf16", experts, None)
+    swiglus = _name("swiglu", "bf16", experts, None) if act.name == "reference" else act.name
+    parts = name, _name("quantize", recipe, experts, None), swiglus
+    keeps = name != "emulated"
     note = "quantized weights are kept" if keeps else "emulated in bf16; weights are rounded in every step"
-    return Contender(_joined(*parts), "selected", experts.step(product, product), note=note)
+    return Contender(_joined(*parts), "selected", experts.backward_too(forward), note=note)
 
 
 def _name(op: str, recipe: str, experts: Experts, kernels: str | None) -> str:

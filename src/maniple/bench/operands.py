@@ -6,7 +6,7 @@ the size of their inputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -34,10 +34,21 @@ class Operands:
     def device(self) -> torch.device:
         return self.x_SK.device
 
-    def rounded(self, multiple: int) -> Operands:
-        """The same tensors with groups that end at multiples of `multiple`."""
-        shape = self.shape.rounded(multiple)
-        return Operands(shape, self.x_SK, self.w_GNK, self.grad_SN, _ends(shape, self.device), self.main_grad_GNK)
+    def padded(self, multiple: int) -> Operands:
+        """The same rows in groups that end at multiples of `multiple`, and rows of zeros between them."""
+        shape = self.shape.padded(multiple)
+        if shape.rows == self.shape.rows:
+            return replace(self, shape=shape)
+        ends_G, padded_ends_G = self.ends_G.tolist(), _ends(shape, self.device)
+        starts = [0, *padded_ends_G.tolist()]
+        group_S = torch.arange(shape.groups).repeat_interleave(torch.tensor(self.shape.sizes))
+        moved_G = torch.tensor([new - old for new, old in zip(starts, [0, *ends_G], strict=True)])
+        place_S = (torch.arange(self.shape.rows) + moved_G[group_S]).to(self.device)
+
+        def spread(rows: torch.Tensor) -> torch.Tensor:
+            return rows.new_zeros(shape.rows, rows.shape[1]).index_copy_(0, place_S, rows)
+
+        return replace(self, shape=shape, x_SK=spread(self.x_SK), grad_SN=spread(self.grad_SN), ends_G=padded_ends_G)
 
     @cached_property
     def spans(self) -> list[tuple[int, int, int]]:

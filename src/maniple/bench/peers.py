@@ -1,7 +1,7 @@
 """What our kernels are measured beside, in the same process: torch's grouped products, DeepGEMM, one dense product.
 
 A peer gets its operands prepared as it wants them; what it does inside the call is within its time. One that takes only
-groups of certain multiples gets sizes rounded to them, the sum kept, and its row says so.
+groups of certain multiples gets its rows as its users must hand them over, each group padded, and its row says so.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def torch_scaled_grouped(op: str, o: Operands) -> Contender | Absent:
     if op == "wgrad_accumulate":
         return Absent(name, "peer", "does not accumulate")
     if op == "wgrad":
-        rounded = o.rounded(16)
-        ends = rounded.ends_G
-        a_NS, a_scale = _per_group(rounded.grad_SN, rounded.shape.sizes)
-        b_KS, b_scale = _per_group(rounded.x_SK, rounded.shape.sizes)
+        padded = o.padded(16)
+        ends = padded.ends_G
+        a_NS, a_scale = _per_group(padded.grad_SN, padded.shape.sizes)
+        b_KS, b_scale = _per_group(padded.x_SK, padded.shape.sizes)
 
         def wgrad() -> torch.Tensor:
             return torch._scaled_grouped_mm(
@@ -115,7 +115,7 @@ def deep_gemm_bf16(op: str, o: Operands) -> Contender | Absent:
         return library
     if op == "wgrad":
         return Absent("DeepGEMM", "peer", "has wgrad_accumulate only")
-    o = o.rounded(_DEEP_GEMM_ROWS)
+    o = o.padded(_DEEP_GEMM_ROWS)
     if op == "wgrad_accumulate":
         sizes, counts = list(o.shape.sizes), _counts(o)
 
@@ -146,7 +146,7 @@ def deep_gemm_fp8(op: str, o: Operands) -> Contender | Absent:
         return library
     if op.startswith("wgrad"):
         return Absent("DeepGEMM", "peer", "not measured: its fp8 weight gradient wants every group flattened by itself")
-    o = o.rounded(_DEEP_GEMM_ROWS)
+    o = o.padded(_DEEP_GEMM_ROWS)
     rows, weight = (o.x_SK, o.w_GNK) if op == "forward" else (o.grad_SN, o.w_GNK.transpose(1, 2).contiguous())
     a = quantize.quantize_rows(rows, o.ends_G, "fp8_block", columnwise=False).rowwise
     b = quantize.quantize_weight(weight, "fp8_block").forward

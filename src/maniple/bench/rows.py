@@ -97,7 +97,10 @@ def cells(row: Row) -> list[str]:
     )
     if row["milliseconds"] is None:
         return [row["op"], row["recipe"], name, *[""] * 6, f"not run: {row['not_run']}"]
-    remarks = [f"groups of multiples of {row['group_multiple']}"] if row["group_multiple"] > 1 else []
+    remarks = []
+    if row["group_multiple"] > 1:
+        more = row.get("padded_rows", row["rows"]) / row["rows"] - 1  # rows of older files were rounded
+        remarks.append(f"groups of multiples of {row['group_multiple']}" + (f", {more:.1%} more rows" if more else ""))
     if peak := row.get("peak_bytes"):
         saved = f", {row['saved_bytes'] / 2**30:.2f} of them saved" if row["saved_bytes"] else ""
         remarks.append(f"{peak / 2**30:.2f} GiB at most{saved}")

@@ -18,7 +18,7 @@ OPERAND_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp8_block": 1 + 4 / 128, "mxfp8": 1 +
 
 @dataclass(frozen=True)
 class Shape:
-    """One expert matrix `[G, n, k]` and the rows that each of its groups gets; `multiple`: sizes are rounded to it."""
+    """One expert matrix `[G, n, k]` and the rows that each of its groups gets; `multiple`: of which all sizes are."""
 
     model: str
     matrix: str
@@ -41,8 +41,8 @@ class Shape:
         return 2 * self.rows * self.n * self.k
 
     def facts(self, multiple: int = 1) -> dict[str, Any]:
-        """The shape as a row says it, with groups rounded to `multiple`."""
-        sizes = self.rounded(multiple).sizes if multiple > 1 else self.sizes
+        """The shape as a row says it; `multiple`: what groups are padded to; `rows` are those that count."""
+        sizes = self.padded(multiple).sizes
         return {
             "model": self.model,
             "matrix": self.matrix,
@@ -52,8 +52,14 @@ class Shape:
             "rows": self.rows,
             "smallest_group": min(sizes),
             "largest_group": max(sizes),
-            "group_multiple": multiple,
+            "group_multiple": max(multiple, self.multiple),
+            "padded_rows": sum(sizes),
         }
+
+    def padded(self, multiple: int) -> Shape:
+        """Each group with as many rows more as make a multiple of `multiple`."""
+        sizes = tuple(-(-size // multiple) * multiple for size in self.sizes)
+        return replace(self, sizes=sizes, multiple=max(multiple, self.multiple))
 
     def rounded(self, multiple: int) -> Shape:
         """The same rows in groups of multiples of `multiple`, as near as can be. Raises ValueError if rows are none."""

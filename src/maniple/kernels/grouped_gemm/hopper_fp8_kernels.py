@@ -42,7 +42,8 @@ def _load_rows(
     STAGES: gl.constexpr,
     BAND: gl.constexpr,
 ):
-    BYTES: gl.constexpr = (ROWS + COLUMNS) * 128
+    HALF_BYTES: gl.constexpr = ROWS // 2 * 128
+    BYTES: gl.constexpr = 2 * HALF_BYTES + COLUMNS * 128
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     column_tiles = gl.cdiv(N, COLUMNS)
     tile = gl.program_id(0)
@@ -58,6 +59,7 @@ def _load_rows(
             row0 = start + i * ROWS
             row1 = row0 + ROWS // 2
             n0 = j * COLUMNS
+            both = row1 < end
             if BLOCK:
                 rows = row0 + gl.arange(0, ROWS, LANES)
                 inside = rows < end
@@ -69,9 +71,12 @@ def _load_rows(
                     scales = x_scale_ptr + block * x_scale_block + rows
                     async_copy.async_copy_global_to_shared(scale_smem.index(stage), scales, mask=inside)
                     async_copy.mbarrier_arrive(loaded)
-                mbarrier.expect(loaded, BYTES)
+                mbarrier.expect(loaded, BYTES, pred=both)
+                mbarrier.expect(loaded, BYTES - HALF_BYTES, pred=not both)
                 tma.async_copy_global_to_shared(x_desc, [row0, block * 128], loaded, a_smem.index(2 * stage))
-                tma.async_copy_global_to_shared(x_desc, [row1, block * 128], loaded, a_smem.index(2 * stage + 1))
+                tma.async_copy_global_to_shared(
+                    x_desc, [row1, block * 128], loaded, a_smem.index(2 * stage + 1), pred=both
+                )
                 tma.async_copy_global_to_shared(w_desc, [g, n0, block * 128], loaded, b_smem.index(stage))
                 turn += 1
             tile += gl.num_programs(0)
@@ -112,7 +117,7 @@ def _store_rows(
         staged.store(acc.to(out_desc.dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(out_desc, [row0, n0], staged)
-    elif row0 < end:
+    else:
         ptrs = out_ptr + rows.to(gl.int64)[:, None] * out_row + columns[None, :]
         gl.store(ptrs, acc.to(out_desc.dtype), mask=(rows < end)[:, None] & (columns < N)[None, :])
 
@@ -166,55 +171,64 @@ def _compute_rows(
             i, j = _place(tile - first, row_tiles, column_tiles, BAND)
             row0 = start + i * ROWS + HALF * 64
             n0 = j * COLUMNS
-            w_scales = w_scale_ptr + gl.cast(g, gl.int64) * w_scale_group
-            if BLOCK:
-                w_scales += (n0 // 128) * w_scale_row
-            left = zero
-            right = zero
-            if BLOCK:
-                w_scale = gl.load(w_scales)
-                beside = gl.load(w_scales + w_scale_row, mask=n0 + 128 < N, other=0.0)
-            for block in range(blocks):
-                stage = turn % STAGES
-                mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
-                a = a_smem.index(2 * stage + HALF)
-                b = b_smem.index(stage).reshape((COLUMNS, 128))
-                part = warpgroup_mma(a, b.slice(0, 128, dim=0).permute((1, 0)), zero, use_acc=False, is_async=True)
-                if BLOCK:  # scales are read while the product runs, the weight's a block ahead: they come from the L2
-                    x_scale = scale_smem.index(stage).slice(HALF * 64, 64).load(gl.SliceLayout(1, MMA))
-                    scale = x_scale * w_scale
-                    scale_beside = x_scale * beside
-                    ahead = w_scales + (block + 1) * w_scale_block
-                    w_scale = gl.load(ahead, mask=block + 1 < blocks, other=0.0)
-                    if WIDE:
-                        beside = gl.load(ahead + w_scale_row, mask=(block + 1 < blocks) & (n0 + 128 < N), other=0.0)
-                part = warpgroup_mma_wait(0, deps=(part,))
-                if not WIDE:
-                    mbarrier.arrive(empty.index(stage), count=1)
-                left += part * scale[:, None] if BLOCK else part
-                if WIDE:
-                    part = warpgroup_mma(
-                        a, b.slice(128, 128, dim=0).permute((1, 0)), part, use_acc=False, is_async=True
-                    )
+            if row0 < end:
+                w_scales = w_scale_ptr + gl.cast(g, gl.int64) * w_scale_group
+                if BLOCK:
+                    w_scales += (n0 // 128) * w_scale_row
+                left = zero
+                right = zero
+                if BLOCK:
+                    w_scale = gl.load(w_scales)
+                    beside = gl.load(w_scales + w_scale_row, mask=n0 + 128 < N, other=0.0)
+                for block in range(blocks):
+                    stage = turn % STAGES
+                    mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
+                    a = a_smem.index(2 * stage + HALF)
+                    b = b_smem.index(stage).reshape((COLUMNS, 128))
+                    part = warpgroup_mma(a, b.slice(0, 128, dim=0).permute((1, 0)), zero, use_acc=False, is_async=True)
+                    if (
+                        BLOCK
+                    ):  # scales are read while the product runs, the weight's a block ahead: they come from the L2
+                        x_scale = scale_smem.index(stage).slice(HALF * 64, 64).load(gl.SliceLayout(1, MMA))
+                        scale = x_scale * w_scale
+                        scale_beside = x_scale * beside
+                        ahead = w_scales + (block + 1) * w_scale_block
+                        w_scale = gl.load(ahead, mask=block + 1 < blocks, other=0.0)
+                        if WIDE:
+                            beside = gl.load(ahead + w_scale_row, mask=(block + 1 < blocks) & (n0 + 128 < N), other=0.0)
                     part = warpgroup_mma_wait(0, deps=(part,))
-                    mbarrier.arrive(empty.index(stage), count=1)
-                    right += part * scale_beside[:, None] if BLOCK else part
-                turn += 1
-            if not BLOCK:
-                scale = gl.load(x_scale_ptr) * gl.load(w_scales)
-                left *= scale
-                right *= scale
-            # fmt: off
-            _store_rows(
-                left, out_desc, out_ptr, bias_ptr, bias_scale_ptr, out_smem.index(HALF * BUFFERS), g, row0, n0, end, N,
-                out_row, BIAS, SCALE, BUFFERS - 1,
-            )
-            if WIDE:
+                    if not WIDE:
+                        mbarrier.arrive(empty.index(stage), count=1)
+                    left += part * scale[:, None] if BLOCK else part
+                    if WIDE:
+                        part = warpgroup_mma(
+                            a, b.slice(128, 128, dim=0).permute((1, 0)), part, use_acc=False, is_async=True
+                        )
+                        part = warpgroup_mma_wait(0, deps=(part,))
+                        mbarrier.arrive(empty.index(stage), count=1)
+                        right += part * scale_beside[:, None] if BLOCK else part
+                    turn += 1
+                if not BLOCK:
+                    scale = gl.load(x_scale_ptr) * gl.load(w_scales)
+                    left *= scale
+                    right *= scale
+                # fmt: off
                 _store_rows(
-                    right, out_desc, out_ptr, bias_ptr, bias_scale_ptr, out_smem.index(HALF * BUFFERS + BUFFERS - 1),
-                    g, row0, n0 + 128, end, N, out_row, BIAS, SCALE, BUFFERS - 1,
+                    left, out_desc, out_ptr, bias_ptr, bias_scale_ptr, out_smem.index(HALF * BUFFERS),
+                    g, row0, n0, end, N, out_row, BIAS, SCALE, BUFFERS - 1,
                 )
-            # fmt: on
+                if WIDE:
+                    _store_rows(
+                        right, out_desc, out_ptr, bias_ptr, bias_scale_ptr,
+                        out_smem.index(HALF * BUFFERS + BUFFERS - 1), g, row0, n0 + 128, end, N, out_row, BIAS, SCALE, BUFFERS - 1,
+                    )
+                # fmt: on
+            else:  # the group ends in the other half: nothing to compute, and the tile takes half the time
+                for _ in range(blocks):
+                    stage = turn % STAGES
+                    mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
+                    mbarrier.arrive(empty.index(stage), count=1)
+                    turn += 1
             tile += gl.num_programs(0)
         first = last
         start = end

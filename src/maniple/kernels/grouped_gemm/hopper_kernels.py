@@ -46,7 +46,8 @@ def _load_rows(
     STAGES: gl.constexpr,
     BAND: gl.constexpr,
 ):
-    BYTES: gl.constexpr = (ROWS + COLUMNS) * DEPTH * 2
+    HALF_BYTES: gl.constexpr = ROWS // 2 * DEPTH * 2
+    BYTES: gl.constexpr = 2 * HALF_BYTES + COLUMNS * DEPTH * 2
     column_tiles = gl.cdiv(N, COLUMNS)
     tile = gl.program_id(0)
     first = 0
@@ -60,13 +61,17 @@ def _load_rows(
             i, j = _place(tile - first, row_tiles, column_tiles, BAND)
             row0 = start + i * ROWS
             n0 = j * COLUMNS
+            both = row0 + ROWS // 2 < end
             for k0 in range(0, K, DEPTH):
                 stage = turn % STAGES
                 mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
                 loaded = full.index(stage)
-                mbarrier.expect(loaded, BYTES)
+                mbarrier.expect(loaded, BYTES, pred=both)
+                mbarrier.expect(loaded, BYTES - HALF_BYTES, pred=not both)
                 tma.async_copy_global_to_shared(x_desc, [row0, k0], loaded, a_smem.index(2 * stage))
-                tma.async_copy_global_to_shared(x_desc, [row0 + ROWS // 2, k0], loaded, a_smem.index(2 * stage + 1))
+                tma.async_copy_global_to_shared(
+                    x_desc, [row0 + ROWS // 2, k0], loaded, a_smem.index(2 * stage + 1), pred=both
+                )
                 if NK:
                     tma.async_copy_global_to_shared(w_desc, [g, n0, k0], loaded, b_smem.index(stage))
                 else:
@@ -119,41 +124,50 @@ def _compute_rows(
             i, j = _place(tile - first, row_tiles, column_tiles, BAND)
             row0 = start + i * ROWS + HALF * (ROWS // 2)
             n0 = j * COLUMNS
-            acc = gl.zeros((ROWS // 2, COLUMNS), gl.float32, MMA)
-            for k0 in range(0, K, DEPTH):
-                stage = turn % STAGES
-                mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
-                if NK:
-                    b = b_smem.index(stage).reshape((COLUMNS, DEPTH)).permute((1, 0))
+            if row0 < end:
+                acc = gl.zeros((ROWS // 2, COLUMNS), gl.float32, MMA)
+                for k0 in range(0, K, DEPTH):
+                    stage = turn % STAGES
+                    mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
+                    if NK:
+                        b = b_smem.index(stage).reshape((COLUMNS, DEPTH)).permute((1, 0))
+                    else:
+                        b = b_smem.index(stage).reshape((DEPTH, COLUMNS))
+                    acc = warpgroup_mma(a_smem.index(2 * stage + HALF), b, acc, is_async=True)
+                    acc = warpgroup_mma_wait(
+                        1, deps=(acc,)
+                    )  # the product before is done: its stage may be filled again
+                    mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1, pred=k0 > 0)
+                    turn += 1
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1)
+                rows = row0 + gl.arange(0, ROWS // 2, gl.SliceLayout(1, MMA))
+                columns = n0 + gl.arange(0, COLUMNS, gl.SliceLayout(0, MMA))
+                if BIAS:
+                    bias = gl.load(bias_ptr + gl.cast(g, gl.int64) * N + columns, mask=columns < N, other=0.0).to(
+                        gl.float32
+                    )
+                    if SCALE:
+                        scale = gl.load(scale_ptr + rows, mask=rows < end, other=0.0).to(gl.float32)
+                        acc += scale[:, None] * bias[None, :]
+                    else:
+                        acc += bias[None, :]
+                if row0 + ROWS // 2 <= end:
+                    if PARTS == 1:
+                        _store(out_desc, acc, staged, row0, n0)
+                    else:
+                        left, right = halves(acc, COLUMNS)
+                        _store(out_desc, left, staged, row0, n0)
+                        _store(out_desc, right, staged, row0, n0 + COLUMNS // 2)
                 else:
-                    b = b_smem.index(stage).reshape((DEPTH, COLUMNS))
-                acc = warpgroup_mma(a_smem.index(2 * stage + HALF), b, acc, is_async=True)
-                acc = warpgroup_mma_wait(1, deps=(acc,))  # the product before is done: its stage may be filled again
-                mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1, pred=k0 > 0)
-                turn += 1
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1)
-            rows = row0 + gl.arange(0, ROWS // 2, gl.SliceLayout(1, MMA))
-            columns = n0 + gl.arange(0, COLUMNS, gl.SliceLayout(0, MMA))
-            if BIAS:
-                bias = gl.load(bias_ptr + gl.cast(g, gl.int64) * N + columns, mask=columns < N, other=0.0).to(
-                    gl.float32
-                )
-                if SCALE:
-                    scale = gl.load(scale_ptr + rows, mask=rows < end, other=0.0).to(gl.float32)
-                    acc += scale[:, None] * bias[None, :]
-                else:
-                    acc += bias[None, :]
-            if row0 + ROWS // 2 <= end:
-                if PARTS == 1:
-                    _store(out_desc, acc, staged, row0, n0)
-                else:
-                    left, right = halves(acc, COLUMNS)
-                    _store(out_desc, left, staged, row0, n0)
-                    _store(out_desc, right, staged, row0, n0 + COLUMNS // 2)
-            elif row0 < end:
-                ptrs = out_ptr + rows.to(gl.int64)[:, None] * out_row + columns[None, :]
-                gl.store(ptrs, acc.to(out_desc.dtype), mask=(rows < end)[:, None] & (columns < N)[None, :])
+                    ptrs = out_ptr + rows.to(gl.int64)[:, None] * out_row + columns[None, :]
+                    gl.store(ptrs, acc.to(out_desc.dtype), mask=(rows < end)[:, None] & (columns < N)[None, :])
+            else:  # the group ends in the other half: nothing to compute, and the tile takes half the time
+                for _ in range(0, K, DEPTH):
+                    stage = turn % STAGES
+                    mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
+                    mbarrier.arrive(empty.index(stage), count=1)
+                    turn += 1
             tile += gl.num_programs(0)
         first = last
         start = end

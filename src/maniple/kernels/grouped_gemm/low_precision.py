@@ -29,6 +29,7 @@ from maniple.kernels.quantize import (
     quantize_weight,
 )
 from maniple.kernels.quantize.formats import RECIPES
+from maniple.kernels.quantize.passed import Passed
 from maniple.kernels.quantize.quantized import FNUZ
 
 
@@ -103,6 +104,8 @@ def quantized_grouped_gemm(
     rounding: Literal["rceil", "floor"] = "rceil",
     kernels: str | None = None,
     splits: list[int] | None = None,
+    passed_x: Passed | None = None,
+    passed_grad: Passed | None = None,
 ) -> torch.Tensor:
     """The bf16 `grouped_gemm` with its three products in float8; `[S, N]` in x's dtype.
 
@@ -111,7 +114,8 @@ def quantized_grouped_gemm(
     "fp8_block" or "mxfp8". dtype: of x and the weight; grad_dtype: of the result's gradient (None: the same), for
     example float8_e5m2. rounding: of mxfp8's scales. weight_cache: keeps the quantized weight between optimizer steps
     (of `w_G` as it lies in memory, settings as here); emulated mxfp8 does not use it. kernels: an implementation's
-    name, or None or "auto" for the best that serves these operands.
+    name, or None or "auto" for the best that serves these operands. passed_x: x is a stand-in, quantized before (to
+    this recipe and dtype, not emulated); passed_grad: so will the result's gradient be, which a bias cannot use.
 
     Raises UserError if no implementation serves the recipe here, ValueError for operands that do not agree.
     """
@@ -122,7 +126,8 @@ def quantized_grouped_gemm(
     operands = x_SK.dtype, w_G.shape[1 if layout == "nk" else 2], x_SK.shape[1], dtype, grad_dtype
     name = _choose(recipe, x_SK.device.type, kernels, operands)
     quantizer = Quantizer(recipe, layout, rounding, weight_cache, emulate=name == "emulated")
-    settings = _Settings(quantizer, name, zero_tail, fuse_wgrad_accumulation, dtype, grad_dtype, splits)
+    passed = passed_x, passed_grad
+    settings = _Settings(quantizer, name, zero_tail, fuse_wgrad_accumulation, dtype, grad_dtype, splits, *passed)
     if source_S is not None:
         source_S = source_S.to(torch.int32).contiguous()
     return _QuantizedGroupedGemm.apply(x_SK, w_G, ends_G, bias_GN, bias_scale_S, source_S, slots_TK, settings)
@@ -188,6 +193,13 @@ class _Settings:
     dtype: torch.dtype
     grad_dtype: torch.dtype
     splits: list[int] | None
+    passed_x: Passed | None
+    passed_grad: Passed | None
+
+
+def _parts(passed: Passed) -> tuple[Operand | None, Operand | None, torch.Tensor]:
+    rows = passed.take()
+    return rows.rowwise, rows.columnwise, rows.padded_ends_G
 
 
 class _QuantizedGroupedGemm(torch.autograd.Function):
@@ -195,7 +207,12 @@ class _QuantizedGroupedGemm(torch.autograd.Function):
     def forward(ctx, x_SK, w_G, ends_G, bias_GN, bias_scale_S, source_S, slots_TK, settings):
         quantizer = settings.quantizer
         needs_x, needs_w = ctx.needs_input_grad[:2]
-        x, x_turned, turned_ends_G = quantizer.rows(x_SK, ends_G, settings.dtype, True, needs_w, source_S)
+        if settings.passed_grad is not None:
+            settings.passed_grad.rowwise, settings.passed_grad.columnwise = needs_x, needs_w
+        if settings.passed_x is not None:
+            x, x_turned, turned_ends_G = _parts(settings.passed_x)
+        else:
+            x, x_turned, turned_ends_G = quantizer.rows(x_SK, ends_G, settings.dtype, True, needs_w, source_S)
         if x_turned is not None and is_forgotten(x_SK):
             rows = hold(x_SK)
 
@@ -233,7 +250,9 @@ class _QuantizedGroupedGemm(torch.autograd.Function):
         recipe, kernels, operators = quantizer.recipe, settings.kernels, operators_for(grad_SN)
         needs_x, needs_w, _, needs_bias, needs_scale = ctx.needs_input_grad[:5]
         grad_x_SK = grad_w_G = grad_bias_GN = grad_scale_S = grad = grad_turned = None
-        if needs_x or needs_w:
+        if settings.passed_grad is not None:
+            grad, grad_turned, _ = _parts(settings.passed_grad)
+        elif needs_x or needs_w:
             grad, grad_turned, _ = quantizer.rows(grad_SN, ends_G, settings.grad_dtype, needs_x, needs_w)
         if needs_x:
             if quantizer.emulate:
