@@ -37,6 +37,14 @@ def test_a_plan_in_words(capsys):
     assert lines[-1].startswith("fits: ") or lines[-1].startswith("does not fit: ")
 
 
+def test_sizes_of_a_tiny_job_are_not_all_zero(capsys):
+    assert cli.main([*QWEN[:6], "--set", "model.variant=tiny"]) == 0
+    out = capsys.readouterr().out
+    assert "total MiB" in out.splitlines()[2]
+    (gradients,) = (line for line in out.splitlines() if line.startswith("states "))
+    assert 0.1 < float(gradients.split()[-1]) < 100
+
+
 def test_a_plan_as_json_adds_up(capsys):
     plan = planned(capsys, *QWEN)
     (rank,) = plan["ranks"]
@@ -51,6 +59,23 @@ def test_a_job_that_does_not_fit_says_where(capsys):
     plan = planned(capsys, "plan", "deepseek-v3", "--gpus", "8", "--gpu", "h200")
     assert not plan["fits"]
     assert plan["verdict"].startswith("does not fit: pipeline rank 0 of 1 needs ")
+    assert "both together would not fit either" in plan["advice"]
+
+
+def test_a_job_that_does_not_fit_says_what_would_help(capsys):
+    words = ["plan", "qwen3-30b-a3b", "--gpus", "4", "--gpu", "h200", "--set", "parallel.expert_parallel_size=4"]
+    assert cli.main(words) == 0
+    verdict, said = capsys.readouterr().out.splitlines()[-2:]
+    assert verdict.startswith("does not fit: ")
+    usual, helped = planned(capsys, *words), planned(capsys, *words, "--set", "optimizer.offload_fraction=1")
+    freed = usual["ranks"][0]["total"] - helped["ranks"][0]["total"]
+    assert said == usual["advice"]
+    assert f"optimizer.offload_fraction=1 would free {freed / 2**30:.2f} GiB; both together would fit; " in said
+    assert said.endswith("`maniple plan search qwen3-30b-a3b --gpus 4 --gpu h200-sxm` looks for another layout")
+    assert helped["advice"] is None
+    host = helped["ranks"][0]["host"]
+    assert host == {kind: usual["ranks"][0]["states"][kind] for kind in ("main parameters", "moments")}
+    assert helped["host_per_node"] == 4 * sum(host.values())
 
 
 def test_a_job_file_and_its_batch_are_taken_as_they_are(capsys):
@@ -60,7 +85,7 @@ def test_a_job_file_and_its_batch_are_taken_as_they_are(capsys):
     assert plan["assumed"] == {}
     assert plan["fits"]
     assert len(plan["ranks"]) == 16
-    assert plan["ranks"][15]["chunks"] == ["31-32", "m L"]
+    assert plan["ranks"][15]["chunks"] == ["60 m L"]
     recipe = planned(capsys, *words, "--set", "precision.recipe=fp8_block")
     assert recipe["ranks"][0]["held"]["quantized weights"] > 0
 

@@ -14,7 +14,7 @@ from maniple.config.schema import DataConfig, MoEConfig, PrecisionConfig
 from maniple.errors import UserError
 from maniple.kernels import registry
 
-LOW_PRECISION = {"quantize", "quantized_grouped_gemm", "quantized_linear"}
+LOW_PRECISION = {"quantize", "quantized_grouped_gemm", "quantized_linear", "quantized_swiglu"}
 TINY = ["model.variant=tiny", "model.card=qwen3-30b-a3b", "train.device=cpu"]
 
 

@@ -50,8 +50,9 @@ def test_shipped_jobs_load_and_fit_their_world(name):
     check(config, resolve_card(config), WORLD[name], gpus_per_node=8)
 
 
-def test_deepseek_v3_layout_is_two_chunks_of_sixteen():
-    config = load(CONFIGS / "deepseek_v3_1024.yaml").config
+def test_deepseek_v3_in_two_chunks_of_sixteen():
+    words = ["parallel.pipeline_layout=Et*3|(tt|)*28,t|t|mL", ep(64)]
+    config = load(CONFIGS / "deepseek_v3_1024.yaml", words).config
     stages, chunks = pipeline_stages(config, resolve_card(config))
     assert (len(stages), chunks) == (32, 2)
     assert "".join(stages).count("t") == 61

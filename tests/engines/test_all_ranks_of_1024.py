@@ -1,4 +1,4 @@
-"""The dry run of a whole job of 1,024 ranks, at its real size: the shipped DeepSeek-V3 job."""
+"""The dry run of a whole job of 1,024 ranks, at its real size: the shipped DeepSeek-V3 job, its chunks in turns."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ from maniple.models.counting import count, expert_parameters
 
 ROOT = Path(__file__).parents[2]
 STAGES, CHUNKS, WORLD, EXPERT_PARALLEL = 16, 2, 1024, 64
+LAYOUT = [
+    "parallel.pipeline_layout=Et*3|(tt|)*28,t|t|mL",
+    f"parallel.expert_parallel_size={EXPERT_PARALLEL}",
+    "recompute.granularity=full",
+]
 MICRO_BATCHES = 48  # that are run, of 128 a step: the others repeat a part of them
 
 
@@ -22,7 +27,7 @@ MICRO_BATCHES = 48  # that are run, of 128 a step: the others repeat a part of t
 def test_every_distinct_rank_of_deepseek_v3_fits_its_partners():
     job = "train configs/deepseek_v3_1024.yaml --dry-run --all-ranks --json --world-size"
     data = ["data.train=[corpus/text]", "data.tokenizer=tokenizer/tokenizer.json"]
-    command = [sys.executable, "-m", "maniple", *job.split(), str(WORLD), *data]
+    command = [sys.executable, "-m", "maniple", *job.split(), str(WORLD), *data, *LAYOUT]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:] + run.stdout[-3000:]
     check(json.loads(run.stdout))

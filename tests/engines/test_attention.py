@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from maniple.engines.megatron import attention, context
+from maniple.engines.megatron import attention, context, flash
 from maniple.engines.megatron.documents import complete
 
 LENGTH, BATCH, HEADS, GROUPS, SIZE, VALUE = 24, 2, 4, 2, 12, 8
@@ -74,12 +74,60 @@ def test_chunks(window, sinks, apart):
             assert error(found, exactly) <= TOLERANCE
 
 
+class PlainFlash:
+    """What torch's flash kernels are to give, by plain operators. The queries are the last of the tokens."""
+
+    @staticmethod
+    def scores(q_BLHD, k_BNGD, scale, before):
+        k_BNHD = k_BNGD.repeat_interleave(q_BLHD.shape[2] // k_BNGD.shape[2], 2)
+        scores_BHLN = torch.einsum("blhd,bnhd->bhln", q_BLHD, k_BNHD) * scale
+        last_L1 = torch.arange(k_BNGD.shape[1])[-q_BLHD.shape[1] :, None]
+        back_LN = last_L1 - torch.arange(k_BNGD.shape[1])
+        return scores_BHLN.masked_fill((back_LN < 0) | (back_LN > (back_LN if before is None else before)), -math.inf)
+
+    @classmethod
+    def _flash_attention_forward(cls, q, k, v, *_, scale, window_size_left, window_size_right):
+        assert window_size_right == 0
+        scores_BHLN = cls.scores(q, k, scale, window_size_left)
+        v_BNHD = v.repeat_interleave(q.shape[2] // v.shape[2], 2)
+        out = torch.einsum("bhln,bnhd->blhd", scores_BHLN.softmax(-1), v_BNHD)
+        return out, scores_BHLN.logsumexp(-1), torch.zeros(2), None, None
+
+    @classmethod
+    def _flash_attention_backward(cls, grad, q, k, v, out, lse_BHL, *_, scale, window_size_left, window_size_right):
+        many = q.shape[2] // k.shape[2]
+        k_BNHD, v_BNHD = (t.repeat_interleave(many, 2) for t in (k, v))
+        p_BHLN = (cls.scores(q, k, scale, window_size_left) - lse_BHL[..., None]).exp()
+        delta_BHL1 = (grad * out).sum(-1).transpose(1, 2)[..., None]
+        ds_BHLN = p_BHLN * (torch.einsum("blhd,bnhd->bhln", grad, v_BNHD) - delta_BHL1) * scale
+        each = torch.einsum("bhln,blhd->bnhd", ds_BHLN, q), torch.einsum("bhln,blhd->bnhd", p_BHLN, grad)
+        return torch.einsum("bhln,bnhd->blhd", ds_BHLN, k_BNHD), *(t.unflatten(2, (-1, many)).sum(3) for t in each)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 5])
+def test_windows_sinks_and_chunks_by_flash_attention(window, sinks, monkeypatch):
+    monkeypatch.setattr(flash, "takes", lambda *operands: True)
+    monkeypatch.setattr(flash, "_ops", PlainFlash)
+    inputs, grad_BHSV = operands(sinks)
+    inputs[0], inputs[1] = inputs[0][..., :VALUE], inputs[1][..., :VALUE]
+    used = [t.requires_grad_() for t in inputs if t is not None]
+    exact = plain(*inputs[:3], window, inputs[3], None)
+    wanted = [exact, *torch.autograd.grad(exact, used, grad_BHSV, allow_unused=True)]
+    layer = SimpleNamespace(window=window, softmax_offset=inputs[3], softmax_scale=1 / math.sqrt(SIZE), biases={})
+    spans = sorted(itertools.chain(*(context.spans(LENGTH, 2, rank) for rank in range(2))))
+    chunks = [attention.SDPAttention._attend(layer, used[0][:, :, a:b], *used[1:3], a, None) for a, b in spans]
+    found = torch.cat(chunks, 2)
+    for got, right in zip([found, *torch.autograd.grad(found, used, grad_BHSV)], wanted, strict=True):
+        assert error(got.detach(), right.detach()) <= 1e-6  # the sinks' sums are in fp32
+
+
 def test_no_key_outside_the_window_is_touched():
-    """A chunk reads the keys from its first query's window on, and no later one than its last query."""
+    """A chunk reads the keys from its first query's window on, by sixteens, and no later one than its last query."""
     (q, k, v, _), _ = operands(False)
     layer = SimpleNamespace(window=5, softmax_offset=None, softmax_scale=0.3, biases={})
-    k[:, :, :8], k[:, :, 18:] = math.nan, math.nan  # the first query, 12, sees 8 to 12
-    out = attention.SDPAttention._attend(layer, q[:, :, 12:18], k, v, 12, None)
+    k[:, :, :16], k[:, :, 22:] = math.nan, math.nan  # the first query, 20, sees 16 to 20
+    out = attention.SDPAttention._attend(layer, q[:, :, 20:22], k, v, 20, None)
     assert bool(out.isfinite().all())
 
 

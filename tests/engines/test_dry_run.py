@@ -44,7 +44,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 DEEP: dict[str, dict[str, Any]] = {"deep": {}, "deep, recomputed": {"recompute": {"granularity": "full"}}}
 # four stages, MTP and loss each in one of its own: two ranks of each
 APART, APART_RANKS = "Et|tt|m|L", {0: 0, 2: 1, 5: 2, 7: 3}
-BIG = {0: (0, 0), 70: (1, 6), 959: (14, 63), 1023: (15, 63)}  # of 1,024: stage and expert-parallel rank
+BIG = {0: (0, 0), 70: (1, 6), 959: (14, 7), 1023: (15, 7)}  # of 1,024: stage and expert-parallel rank
 
 
 def card() -> ModelCard:
@@ -238,11 +238,11 @@ def test_mtp_and_loss_in_different_stages(runs):
 
 def test_ranks_of_deepseek_v3_on_1024_gpus_build(runs):
     deepseek = load_card("deepseek-v3")
-    layout = "Et*3|(tt|)*28,t|t|mL"
+    layout = "Et*4|(t*4|)*14,tmL"
     for rank, (stage, expert_rank) in BIG.items():
         built = runs["big"][rank]
-        assert (built["stage"], built["expert rank"], built["chunks"]) == (stage, expert_rank, 2)
-        assert built["parameters"] == parameters(deepseek, layout, 16, stage, 64, deepseek.vocab_size)
+        assert (built["stage"], built["expert rank"], built["chunks"]) == (stage, expert_rank, 1)
+        assert built["parameters"] == parameters(deepseek, layout, 16, stage, 8, deepseek.vocab_size)
 
 
 def test_json_from_the_command_line():

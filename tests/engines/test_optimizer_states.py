@@ -1,7 +1,8 @@
 """Main parameters and moments in bf16: updates are the fp32 optimizer's up to a rounding, and checkpoints hold them.
 
 Steps are compared with the job whose states are fp32, from the same weights and batches, with gradients clipped. Runs
-are resumed bit for bit, also under another layout, and read by jobs with other dtypes or refused in one line.
+are resumed bit for bit, also under another layout, and read by jobs with other dtypes or refused in one line. States in
+host memory change no bit.
 """
 
 from __future__ import annotations
@@ -34,12 +35,19 @@ ONE_STEP: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "moments, fp32 model": (SHARDED, {}, MOMENTS),
     "moments, plain optimizer, fp32 model": (PLAIN, {}, MOMENTS),
 }
+# of which one step is made again with so much of their states in host memory
+OFFLOADED = {
+    "both": 1.0,
+    "fp32, as on a GPU": 0.6,
+    "fp32, as on a GPU, plain optimizer": 1.0,
+    "moments, plain optimizer, fp32 model": 0.6,
+}
 ALONE: dict[str, suite.Sections] = {
     "moments": {"parallel": SHARDED, "precision": BF16, "optimizer": MOMENTS},
     "moments, plain optimizer": {"parallel": PLAIN, "precision": BF16, "optimizer": MOMENTS},
 }
 PAIR: dict[str, suite.Sections] = {
-    "both": {"parallel": EP2, "precision": BF16, "optimizer": BOTH},
+    "both": {"parallel": EP2, "precision": BF16, "optimizer": {**BOTH, "offload_fraction": 0.5}},  # half in host memory
 }
 
 
@@ -55,7 +63,37 @@ def in_one(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         if repr(words) not in known:
             known[repr(words)] = _one_step(*words, {})
         steps[name] = known[repr(words)], _one_step(*words, own)
-    return {"steps": steps, "runs": suite._run_variants(folder, ALONE), "others": _others(folder)}
+    report = {"steps": steps, "runs": suite._run_variants(folder, ALONE), "others": _others(folder)}
+    return report | {"offloaded": _offloaded(folder)}
+
+
+def _offloaded(folder: Path) -> dict[str, Any]:
+    """The steps again with states in host memory; runs that go on from each other's checkpoints with states there and
+    without; what a machine with too little memory says."""
+    from tests.engines import jobs
+
+    from maniple.engines.megatron import offload
+    from maniple.errors import UserError
+
+    offload.CHUNK = 5000  # so that large parameters are cut
+    found: dict[str, Any] = {"steps": {}, "runs": {}}
+    for name, share in OFFLOADED.items():
+        parallel, precision, own = ONE_STEP[name]
+        found["steps"][name] = _one_step(parallel, precision, {**own, "offload_fraction": share})
+    for name, sections in ALONE.items():
+        there = {**sections, "optimizer": {**sections["optimizer"], "offload_fraction": 1.0}}
+        start = {"resume": str(folder / name / "straight" / "checkpoints" / HALF)}
+        short = suite._job(folder / name, "there", there, checkpoint=start, train={"max_minutes": 1e-9})
+        jobs.run(short, suite._card())
+        start = {"resume": str(folder / name / "there" / "checkpoints" / "step_00000004"), "save_at_end": False}
+        back = jobs.run(suite._job(folder / name, "back", sections, checkpoint=start), suite._card())
+        found["runs"][name] = suite._weights(back)
+    offload._physical_bytes = lambda: 1000
+    try:
+        _one_step(SHARDED, BF16, {"offload_fraction": 0.5})
+    except UserError as error:
+        found["refused"] = str(error)
+    return found
 
 
 def _one_step(parallel, precision, optimizer) -> dict[str, Any]:
@@ -83,14 +121,16 @@ def _one_step(parallel, precision, optimizer) -> dict[str, Any]:
         assert before == norm
     else:
         norm = engine.step(batches).grad_norm
-    found: dict[str, Any] = {"norm": norm, "bytes": 0, "kept": 0}
+    found: dict[str, Any] = {"norm": norm, "bytes": 0, "kept": 0, "hosted": 0}
     for number, part in enumerate(parts(engine.optimizer)):
         for index, weight in enumerate(weight for group in part.param_groups for weight in group["params"]):
             state = part.optimizer.state[weight]
             found[f"main {number}.{index}"] = state.get("master_param", weight).detach().clone()
             for name in ("exp_avg", "exp_avg_sq"):
                 found[f"{name} {number}.{index}"] = state[name].clone()
-            found["bytes"] += sum(t.nbytes for name, t in state.items() if name != "step")
+            size = sum(t.nbytes for name, t in state.items() if name != "step")
+            found["bytes"] += size
+            found["hosted"] += size if weight in getattr(part.optimizer, "host", ()) else 0
             found["kept"] += weight.numel()
     found |= {f"model {name}": weight for name, weight in engine.weights().items()}
     parallel_groups.stop_groups()
@@ -172,7 +212,7 @@ def test_a_step_is_that_of_fp32_states_up_to_their_rounding(alone, name):
     assert wanted["norm"] > 0.5  # clipped, ten times and more
     assert {key for key in got if not key.startswith("main")} == {key for key in wanted if not key.startswith("main")}
     for key, there in got.items():
-        if key in ("norm", "bytes", "kept"):
+        if key in ("norm", "bytes", "kept", "hosted"):
             continue
         exact = wanted[key].double()
         half = there.dtype == torch.bfloat16 and not key.startswith("model")
@@ -181,6 +221,39 @@ def test_a_step_is_that_of_fp32_states_up_to_their_rounding(alone, name):
         bound = 2**-7 if half or (key.startswith("model") and name == "both") else 1e-6
         assert (there.double() - exact).abs().le(bound * exact.abs() + 1e-7).all(), key
         assert key.startswith("model") or exact.abs().sum() > 0, key
+
+
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_states_in_host_memory_change_no_bit(alone, name):
+    _, wanted = alone["steps"][name]
+    got = alone["offloaded"]["steps"][name]
+    assert got.keys() == wanted.keys()
+    for key in got:
+        same = torch.equal(got[key], wanted[key]) if isinstance(got[key], torch.Tensor) else got[key] == wanted[key]
+        assert same or key == "hosted", key
+    assert wanted["hosted"] == 0
+    share = got["hosted"] / got["bytes"]
+    assert OFFLOADED[name] <= share < OFFLOADED[name] + 0.02
+
+
+@pytest.mark.parametrize("variant", ALONE)
+def test_a_run_goes_on_with_states_in_host_memory_and_without(alone, folder, variant):
+    assert records(folder / variant / "back") == records(folder / variant / "straight")[4:]
+    assert_equal(alone["offloaded"]["runs"][variant], alone["runs"][variant]["straight"])
+
+
+def test_the_planner_knows_how_much_is_on_the_device_at_once():
+    from maniple.engines.megatron import offload
+    from maniple.plan.profile import MANIPLE
+
+    assert MANIPLE.passing == offload.SLOTS * offload.CHUNK
+
+
+def test_more_host_memory_than_there_is_is_refused(alone):
+    said = alone["offloaded"]["refused"]
+    assert said.startswith("optimizer.offload_fraction 0.5 keeps ")
+    assert "bytes) of this rank in pinned host memory" in said
+    assert "and cannot: this machine has 1.0 KiB; set a smaller one" in said
 
 
 def test_upstream_still_needs_a_construction_of_our_own():

@@ -13,7 +13,6 @@ from maniple.kernels.quantize import emulate_rows, emulate_weight, quantize_rows
 E4M3, E5M2, FNUZ = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz
 RECIPES = ["fp8", "fp8_block", "mxfp8"]
 BLOCKS = [(recipe, dtype) for recipe in ("fp8_block", "mxfp8") for dtype in (E4M3, E5M2)]
-WIDE = [128, 768, 1152, 2304]
 CASES = [(recipe, dtype) for recipe in RECIPES for dtype in (E4M3, E5M2, FNUZ) if (recipe, dtype) != ("mxfp8", FNUZ)]
 SIZES = {
     "even": [64, 64, 64, 64],
@@ -197,17 +196,16 @@ def test_every_kind_of_group_on_hopper(recipe, dtype, sizes):
 
 
 @hopper
-@pytest.mark.parametrize(("recipe", "k"), [("fp8_block", k) for k in (16, 144, 2880)] + [("mxfp8", k) for k in WIDE])
+@pytest.mark.parametrize("k", [16, 144, 768, 2880])
+@pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8"])
 def test_any_width_on_hopper(recipe, k):
     check(*case([70, 0, 61, 260], k), recipe, E4M3, "floor", kernels="hopper")
 
 
 @hopper
-@pytest.mark.parametrize("k", WIDE)
 @pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8"])
-def test_many_tiles_on_hopper(recipe, k):
-    """More of them in both directions than a program turns the scales of."""
-    x_SK, ends_G, used = case([*range(0, 300, 7), 0, 4000, 1], k, tail=300)
+def test_many_tiles_on_hopper(recipe):
+    x_SK, ends_G, used = case([*range(0, 300, 7), 0, 4000, 1], 2304, tail=300)
     check(x_SK, ends_G, used, recipe, E4M3, kernels="hopper")
 
 

@@ -20,6 +20,7 @@ from tests.kernels.compiling import SHARED_MEMORY, compile_for, spills
 from maniple.kernels.quantize import hopper_kernels, launch
 from maniple.kernels.quantize import triton as kernels
 from maniple.kernels.quantize.formats import RECIPES
+from maniple.kernels.swiglu import hopper_kernels as swiglu_kernels
 
 ALONE = os.environ.get("COMPILE_FOR")
 TARGETS = [ALONE] if ALONE else ["sm_90a", "sm_100a"]
@@ -50,7 +51,7 @@ def check(target: str, kernel, arguments: dict, constants: dict) -> None:
     compiled = compile_for(target, kernel, arguments, num_warps=warps, maxnreg=registers)
     assert spills(target, compiled) == 0
     assert compiled.metadata.shared <= SHARED_MEMORY[target]
-    native = kernel is hopper_kernels.rows_kernel or constants.get("CAST", "none") != "none"
+    native = "WARPS" in constants or constants.get("CAST", "none") != "none"  # all of Hopper's own, or where it may
     assert bool(re.search(CASTS[target], compiled.asm[ASSEMBLY[target]])) == native
 
 
@@ -67,9 +68,8 @@ def rows(target: str, recipe: str, form: str, *, emulate: bool = False, gather: 
         "x_row": "i32",
     }
     arguments |= {"x_col": ("=", 1)}
-    row, column = ("i32", ("=", 1)) if RECIPES[recipe].e8m0 else (("=", 1), "i32")
-    arguments |= {"along_scale_row": row, "along_scale_col": column}
-    arguments |= {"down_scale_row": row, "down_scale_col": column}
+    arguments |= {"along_scale_row": ("=", 1), "along_scale_col": "i32"}
+    arguments |= {"down_scale_row": ("=", 1), "down_scale_col": "i32"}
     constants = launch.constants(target, recipe, form, "rceil", weight=False, emulate=emulate)
     check(target, kernels.rows_kernel, arguments, constants)
 
@@ -122,12 +122,15 @@ def test_hopper_rows(recipe, form, groups):
 
 
 @pytest.mark.skipif(ALONE is not None, reason="for Hopper alone")
-@pytest.mark.parametrize("k", [128, 7168])
-def test_hopper_scales(k):
-    arguments = dict.fromkeys(("ends_ptr", "padded_ptr", "along_ptr", "along_scale_ptr"), "*i32")
-    arguments |= {"down_ptr": "*i32", "down_scale_ptr": "*i32", "K": "i32", "P": "i32"}
-    constants = launch.hopper_constants(256) | launch.scales_grid(4096, k, True, True)[1]
-    check("sm_90a", hopper_kernels.scales_kernel, arguments, constants)
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_hopper_swiglu(backward):
+    kernel = swiglu_kernels.backward_kernel if backward else swiglu_kernels.forward_kernel
+    arguments = {"grad_ptr": "*i32", "x_ptr": "*i32", "probs_ptr": "*fp32", "parts_ptr": "*fp32", "ends_ptr": "*i32"}
+    arguments |= {"padded_ptr": "*i32", "along_ptr": "*i16", "down_ptr": "*i32"}
+    arguments |= dict.fromkeys(("along_scale_ptr", "down_scale_ptr"), "*fp32")
+    arguments |= dict.fromkeys(("F", "S", "P", "grad_row", "x_row"), "i32")
+    constants = launch.hopper_swiglu_constants(128, "fp8_block", "e4m3fn", "rceil")
+    check("sm_90a", kernel, arguments, constants | {"maxnreg": launch.HOPPER_SWIGLU_REGISTERS[backward]})
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -26,6 +26,21 @@ def test_the_best_that_can_run_is_taken():
     assert registry.select("add", "bf16", "cuda", "reference").name == "reference"
 
 
+def test_what_defers_is_taken_where_nothing_else_serves_or_it_is_named():
+    registry.register(
+        "add",
+        "fused",
+        {"bf16", "fp8"},
+        {"cuda"},
+        "fused",
+        preference=3,
+        defers=lambda size: "is slow for few" if size < 8 else None,
+    )
+    assert registry.select("add", "bf16", "cuda", None, (8,)).name == "fused"
+    assert registry.select("add", "bf16", "cuda", None, (7,)).name == "fast"
+    assert registry.select("add", "bf16", "cuda", "fused", (7,)).name == "fused"
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

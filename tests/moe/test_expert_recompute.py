@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from maniple.kernels import forgotten
+from maniple.kernels import forgotten, registry
+from maniple.kernels.grouped_gemm import low_precision_swiglu
 from maniple.moe.experts import ExpertActivation, expert_mlp
 
 S, D, F, G = 40, 16, 32, 3
@@ -60,7 +61,8 @@ def run(monkeypatch, leaves, recompute: str, **words):
             leaf.grad = None
     out_SD.backward(grad_SD)
     grads = [leaf.grad for leaf in leaves if leaf is not None]
-    return kept.bytes, [out_SD[:used], grads[0][:used], grads[1][:used], *grads[2:]]
+    rows = [None if grad is None else grad[:used] for grad in grads[:2]]
+    return kept.bytes, [out_SD[:used], *rows, *grads[2:]]
 
 
 @pytest.mark.parametrize("activation", [None, GPT_OSS])
@@ -75,6 +77,21 @@ def test_less_is_kept_and_no_bit_changes(monkeypatch, recipe, recompute, activat
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("frozen", [(), (0,), (2,), (3,), (0, 2)])
+@pytest.mark.parametrize("recompute", ["none", "activation", "all"])
+def test_an_activation_quantized_where_it_is_made_is_the_same(monkeypatch, recompute, frozen):
+    leaves = operands(bias=False)
+    for number in frozen:
+        leaves[number].requires_grad_(False)
+    found = [run(monkeypatch, leaves, recompute, recipe="fp8_block")]
+    monkeypatch.setattr(low_precision_swiglu, "_fused", lambda *operands: "reference")
+    found.append(run(monkeypatch, leaves, recompute, recipe="fp8_block"))
+    assert ("quantized_swiglu", "fp8_block", "cpu", "reference") in registry.used()
+    assert found[0][0] == found[1][0]
+    for a, b in zip(found[0][1], found[1][1], strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+
+
 def test_to_the_byte(monkeypatch):
     """bf16: rows are the caller's; gate and up take 4 F bytes a row, the activation 2 F."""
     ends = ENDS.nbytes
@@ -82,12 +99,15 @@ def test_to_the_byte(monkeypatch):
         assert run(monkeypatch, operands(bias=False), recompute)[0] == kept
 
 
-def test_twice_through_one_graph(monkeypatch):
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_block"])
+def test_twice_through_one_graph(monkeypatch, recipe):
+    monkeypatch.setattr(low_precision_swiglu, "_fused", lambda *operands: "reference")
     rows_SD, probs_S, w13, w2, *_ = operands(bias=False)
-    out_SD = expert_mlp(rows_SD, probs_S, ENDS, w13, w2, recompute="activation")
-    first, second = (torch.autograd.grad(out_SD.sum(), w2, retain_graph=True)[0] for _ in range(2))
-    assert torch.equal(first, second)
-    assert first.abs().sum() > 0
+    out_SD = expert_mlp(rows_SD, probs_S, ENDS, w13, w2, recipe=recipe, recompute="activation")
+    for weight in (w13, w2):
+        first, second = (torch.autograd.grad(out_SD[:33].sum(), weight, retain_graph=True)[0] for _ in range(2))
+        assert torch.equal(first, second)
+        assert first.abs().sum() > 0
 
 
 def test_no_entry_outlives_its_tensor():

@@ -204,8 +204,10 @@ def test_a_tensor_that_might_be_either_stays_as_it_is():
     assert not stays(torch.ones(slots, 6))
     assert not stays(torch.ones(6, slots).t().contiguous().t())
     assert not stays(torch.ones(6, padded).to(torch.float8_e4m3fn))
-    assert not stays(torch.ones(6, 3))  # scales of blocks of 128
+    assert not stays(torch.ones(3, 6).t())  # scales of blocks of 128, and of 32
+    assert not stays(torch.ones(12, 6, dtype=torch.uint8).t())
     assert stays(torch.ones(6, padded))
+    assert stays(torch.ones(6, 3))
     assert stays(torch.ones(slots, padded).to(torch.float8_e4m3fn))
     assert stays(torch.ones(slots, 6).requires_grad_())
     assert stays(torch.ones(slots, 6, dtype=torch.int64))

@@ -186,6 +186,8 @@ FORWARD = _row("attention", "forward", 1e12, 3.0)
         ([COPY | {"work": 0.0}], {}, "measured[0].work: expected more than 0"),
         ([COPY | {"beside_milliseconds": 2.0}], {}, "memory copy: 2.0 ms, and 2.0 ms of it beside"),
         ([COPY | {"work": 4.8e9 * 2.11}], {}, "memory copy is 106% of what h200-sxm has at most"),
+        ([COPY | {"work": 4.8e9 * 0.019}], {}, "memory copy is 0.0095 of what h200-sxm has at most, less than 0.01"),
+        ([_row("launch", "kernel", 1.0, 2.0)], {}, "launch kernel is 2,000 microseconds a kernel, more than 1,000"),
         ([COPY | {"name": "swap"}], {}, "memory has no 'swap'"),
         ([COPY | {"group": "links"}], {}, "measured[0].group: expected"),
         ([COPY | {"share": 0.9}], {}, "measured[0].share: this key is not known"),

@@ -130,6 +130,12 @@ def test_it_shows_the_job(page, report):
     assert [row.get_property("textContent") for row in page.find_elements("css selector", "#bends li")] == (
         report.data["scaling"]["bends"]
     )
+    cut = page.execute_script(
+        "for (const each of document.querySelectorAll('details')) each.open = true;"
+        "return [...document.querySelectorAll('.scroll')].filter(box => box.scrollWidth > box.clientWidth)"
+        ".map(box => box.id)"
+    )
+    assert cut == []  # no table's last column is out of sight
 
 
 def test_a_slider_picks_another_plan_of_the_grid(page, report):

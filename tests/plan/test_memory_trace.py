@@ -60,5 +60,6 @@ def test_formula_and_trace_agree(name, traced):
         assert plan.parameters.total == trace["parameters"]
         assert plan.rank == trace["pipeline_stage"]
         assert plan.state_bytes == pytest.approx(states, rel=5e-4)
+        assert plan.host_bytes == pytest.approx(trace["host_bytes"], rel=5e-4)
         assert others == pytest.approx(traced_others, rel=ROUGH.get(name, 0.02))
         assert plan.peak == pytest.approx(trace["peak_bytes"], rel=0.4 * ROUGH.get(name, 0.01))

@@ -85,10 +85,12 @@ CASES: dict[str, tuple[list[str], int, tuple[int, ...]]] = {
         8,
         (4, 6),
     ),
-    "gpt-oss, scores kept": (_of("gpt-oss-20b", 2, _SMALL), 8, (0,)),
+    "gpt-oss, windows and sinks": (_of("gpt-oss-20b", 2, _SMALL), 8, (0,)),
+    "gpt-oss, documents": (_of("gpt-oss-20b", 2, _SMALL, "data.attend_across_documents=false"), 8, (0,)),
     "minimax-m2, tensor-parallel": (_of("minimax-m2", 2, _SMALL, _TP), 8, (0,)),
     "mixtral, fp32": (_of("mixtral-8x7b", 1, _SMALL, "precision.dtype=fp32"), 8, (0,)),
     "mixtral, one optimizer": (_of("mixtral-8x7b", 1, _SMALL, "parallel.distributed_optimizer=false"), 8, (0,)),
+    "qwen3, states in host memory": (_of(_QWEN, 2, _SMALL, "optimizer.offload_fraction=1"), 8, (0,)),
     "qwen3, bf16 states": (
         _of(_QWEN, 2, _SMALL, "optimizer.main_params_dtype=bf16", "optimizer.moments_dtype=bf16"),
         8,

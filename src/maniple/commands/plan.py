@@ -73,7 +73,9 @@ def job(
     """Say what each rank of a job needs of its GPU, whether it fits, and how long a step takes."""
     from maniple.config.check import resolve_card
     from maniple.config.load import load
+    from maniple.hardware.units import binary_size
     from maniple.plan import report, time_report
+    from maniple.plan.advice import advice
     from maniple.plan.imbalance import Imbalance
     from maniple.plan.schedules import SPLIT
     from maniple.plan.time import estimate
@@ -113,6 +115,7 @@ def job(
         html_report.write(asked, report_)
     if as_json:
         said = report.as_json(plan) | {"time": time_report.as_json(time), "assumed": assumed}
+        said |= {"advice": advice(plan, uneven, schedule)}
         said |= {"simulated_only": True} if simulated else {}
         print(json.dumps(said | ({"trace": traced} if traced else {}), indent=2))
         return
@@ -125,14 +128,15 @@ def job(
     )
     if assumed:
         print("assumed: " + ", ".join(f"{key}={value}" for key, value in assumed.items()))
-    print_table(report.rank_headings, report.rank_rows(plan), numbers=range(2, len(report.rank_headings)))
+    headings, unit = report.rank_headings(plan), report.unit_of(plan)
+    print_table(headings, report.rank_rows(plan), numbers=range(2, len(headings)))
     print()
-    print_table([f"rank {plan.tightest.rank}", "", "GiB"], report.component_rows(plan.tightest), numbers=[2])
+    print_table([f"rank {plan.tightest.rank}", "", unit], report.component_rows(plan), numbers=[2])
     print()
     if traced:
         print(
-            f"trace of rank {traced['rank']}, evenly loaded: {traced['peak'] / 2**30:,.2f} GiB of tensors, by formula "
-            f"{traced['formula'] / 2**30:,.2f} GiB ({traced['difference']:+.1%})"
+            f"trace of rank {traced['rank']}, evenly loaded: {binary_size(traced['peak'])} of tensors, by formula "
+            f"{binary_size(traced['formula'])} ({traced['difference']:+.1%})"
         )
     print_table(time_report.HEADINGS, time_report.rows(time), numbers=[1, 2])
     for note in time_report.notes(time):
@@ -141,7 +145,9 @@ def job(
     print(time_report.headline(time))
     if simulated:
         print(f"schedule {schedule}: simulated only; the engine runs 1f1b and interleaved")
-    print(plan.verdict)
+    for line in (report.host_line(plan), plan.verdict, advice(plan, uneven, schedule)):
+        if line is not None:
+            print(line)
 
 
 def gpu_named(name: str, count: int = 1, calibration: Path | None = None):

@@ -181,6 +181,13 @@ class OptimizerConfig(Section):
     moments_dtype: Literal["fp32", "bf16"] = Field(
         "fp32", description="of both moments; bf16 is rounded stochastically: see [training.md](training.md)"
     )
+    offload_fraction: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of main parameters and moments kept in host memory, and brought to the device a chunk at a "
+        "time to be updated; 1: all. See [training.md](training.md#states-in-host-memory)",
+    )
 
 
 class TrainSection(Section):

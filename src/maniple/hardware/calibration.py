@@ -31,6 +31,9 @@ NAMES = {
     "launch": ("kernel",),
 }
 MOST = 1.05  # of a peak: vendors' peaks are at a nominal clock, which some devices exceed a little
+LEAST = 0.01  # of a peak: a GPU that does less in a large operation does something else at the time
+LONGEST = 1000.0  # microseconds of a kernel that has nothing to do; it takes a few
+_BUSY = "measured in other units, or beside other work: calibrate again with the GPU idle"
 Group = Literal["matmul", "grouped", "attention", "memory", "launch"]
 
 
@@ -110,6 +113,17 @@ class Calibration(_Figures):
                 found.setdefault(group, {})[name] = share
         return found
 
+    def check(self, gpu: GPU) -> None:
+        """Raises UserError for more than a GPU can do, or next to nothing."""
+        for group, shares in self.shares(gpu).items():
+            for name, share in shares.items():
+                if share < LEAST:
+                    raise UserError(
+                        f"{group} {name} is {share:.2g} of what {gpu.name} has at most, less than {LEAST:g}; {_BUSY}"
+                    )
+        if (gap := self.gap_microseconds or 0.0) > LONGEST:
+            raise UserError(f"launch kernel is {gap:,.0f} microseconds a kernel, more than {LONGEST:,.0f}; {_BUSY}")
+
     @property
     def gap_microseconds(self) -> float | None:
         """What a kernel costs that has nothing to do."""
@@ -173,7 +187,7 @@ def with_calibration(gpu: GPU, file: Path) -> GPU:
             "GPU's own, or leave --calibration out"
         )
     try:
-        calibration.shares(gpu)
+        calibration.check(gpu)
     except UserError as error:
         raise UserError(f"--calibration {file}: {error}") from None
     return gpu.model_copy(update={"calibration": calibration.model_copy(update={"file": str(file)})})

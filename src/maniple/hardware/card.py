@@ -48,6 +48,7 @@ class GPU(_Figures):
     link: Link
     gpus_per_node: int = Field(ge=1, description="GPUs that `link` joins")
     scale_out_gb_per_s: PositiveFloat = Field(description="to other nodes, one direction, a GPU")
+    host_gb_per_s: PositiveFloat = Field(description="to host memory, one direction, a GPU")
     source: str
     attained: Attained | None = None
     calibration: Calibration | None = Field(None, description="of the user's own such GPU; no card has one")
@@ -80,3 +81,7 @@ class GPU(_Figures):
     @property
     def scale_out_bytes_per_s(self) -> float:
         return self.scale_out_gb_per_s * 1e9
+
+    @property
+    def host_bytes_per_s(self) -> float:
+        return self.host_gb_per_s * 1e9

@@ -61,6 +61,9 @@ class Software(_Figures):
     gap_microseconds: float = Field(ge=0)
     elementwise: float | None = Field(None, gt=0, le=1)
     permutation: float | None = Field(None, gt=0, le=1)
+    torch_attention: bool = Field(
+        False, description="windows and sinks by torch's flash kernels, documents by a bias that leaves no score out"
+    )
     grouped_slowdown: dict[str, float] = Field({}, description="by architecture")
     clamp_passes: float = Field(1.0, ge=1)
     hidden: float = Field(ge=0, le=1)

@@ -30,6 +30,7 @@ class Implementation:
     preference: int
     reason_unavailable: Callable[[], str | None]  # None: can run in this process
     refuses: Callable[..., str | None] | None  # why it cannot serve these operands (what the op passes); None: it can
+    defers: Callable[..., str | None] | None = None  # why others that can should go first for these operands
 
     def refusal(self, recipe: str, device_type: str) -> str | None:
         """Why this one cannot serve the recipe on the device; None if it can."""
@@ -54,10 +55,19 @@ def register(
     preference: int = 0,
     reason_unavailable: Callable[[], str | None] = lambda: None,
     refuses: Callable[..., str | None] | None = None,
+    defers: Callable[..., str | None] | None = None,
 ) -> Implementation:
     """Adds an implementation. Raises ValueError if `op` has one of that name already."""
     implementation = Implementation(
-        op, name, frozenset(recipes), frozenset(devices), fn, preference, functools.cache(reason_unavailable), refuses
+        op,
+        name,
+        frozenset(recipes),
+        frozenset(devices),
+        fn,
+        preference,
+        functools.cache(reason_unavailable),
+        refuses,
+        defers,
     )
     if name in _TABLE.setdefault(op, {}):
         raise ValueError(f"{op} has an implementation {name} already")
@@ -100,12 +110,17 @@ def select(
 
     Raises UserError with each one's reason if none does.
     """
-    refusals = []
+    refusals, later = [], None
     for implementation in candidates(op, recipe, device_type, pin):
         reason = implementation.refuses(*operands) if operands and implementation.refuses else None
-        if reason is None:
+        if reason is not None:
+            refusals.append(f"{implementation.name} {reason}")
+        elif operands and implementation.defers and implementation.defers(*operands) is not None:
+            later = later or implementation
+        else:
             return implementation
-        refusals.append(f"{implementation.name} {reason}")
+    if later is not None:
+        return later
     raise UserError(f"{op} cannot run recipe {recipe} on {device_type} for these operands: {'; '.join(refusals)}")
 
 

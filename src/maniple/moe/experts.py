@@ -1,7 +1,7 @@
 """The experts of one rank over expert-sorted rows: grouped GEMM, SwiGLU with the routing weight, grouped GEMM.
 
-In bf16 the activation is fused behind the first product. In the other recipes it is an operation between two products,
-each of which quantizes what it multiplies.
+The activation is fused behind the first product in bf16, and in the other recipes with the quantization of what the
+second product takes, where there are kernels for it; else each is an operation of its own.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import torch
 from maniple.kernels.forgotten import forget, forgetting, recomputed
 from maniple.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from maniple.kernels.grouped_gemm.low_precision import quantized_grouped_gemm
-from maniple.kernels.grouped_gemm.ops import activation_again
+from maniple.kernels.grouped_gemm.low_precision_swiglu import kept_again, quantized_grouped_gemm_swiglu
 from maniple.kernels.quantize import QuantizedWeight
-from maniple.kernels.swiglu import swiglu
 
 if TYPE_CHECKING:
     from maniple.models.card import MoE
@@ -84,38 +83,26 @@ def expert_mlp(
     shared: dict[str, Any] = dict(
         recipe=recipe, kernels=kernels, splits=splits, fuse_wgrad_accumulation=fuse_wgrad_accumulation
     )
+    form: dict[str, Any] = dict(
+        bias_G2F=b13_GF,
+        probs_S=probs_S,
+        alpha=activation.alpha,
+        limit=activation.limit,
+        up_offset=activation.up_offset,
+        gate_up=activation.layout,
+    )
     if recipe != "bf16":
         cache13, cache2 = caches or (None, None)
         shared["dtype"] = dtype
-        gate_up_S2F = quantized_grouped_gemm(rows_SD, w13_GFD, ends_G, bias_GN=b13_GF, weight_cache=cache13, **shared)
-        hidden_SF = swiglu(
-            gate_up_S2F,
-            probs_S,
-            ends_G=ends_G,
-            alpha=activation.alpha,
-            limit=activation.limit,
-            up_offset=activation.up_offset,
-            layout=activation.layout,
-            kernels=kernels,
-        )
-        shared["weight_cache"] = cache2
+        form |= dict(turned=torch.is_grad_enabled() and w2_GDF.requires_grad, weight_cache=cache13)
+        hidden_SF, passed = quantized_grouped_gemm_swiglu(rows_SD, w13_GFD, ends_G, **form, **shared)
+        shared |= dict(weight_cache=cache2, passed_x=passed)
     else:
-        hidden_SF = grouped_gemm_swiglu(
-            rows_SD,
-            w13_GFD,
-            ends_G,
-            bias_G2F=b13_GF,
-            probs_S=probs_S,
-            alpha=activation.alpha,
-            limit=activation.limit,
-            up_offset=activation.up_offset,
-            gate_up=activation.layout,
-            **shared,
-        )
-    again = activation_again(hidden_SF) if recompute == "activation" else None
-    with forgetting() if again is not None else nullcontext():
-        if again is not None:
-            forget([hidden_SF], lambda: [again()])
+        hidden_SF, passed = grouped_gemm_swiglu(rows_SD, w13_GFD, ends_G, **form, **shared), None
+    kept = kept_again(hidden_SF, passed) if recompute == "activation" else None
+    with forgetting() if kept is not None else nullcontext():
+        if kept is not None:
+            forget(*kept)
         product = grouped_gemm if recipe == "bf16" else quantized_grouped_gemm
         scale_S = probs_S if b2_GD is not None else None
         return product(hidden_SF, w2_GDF, ends_G, bias_GN=b2_GD, bias_scale_S=scale_S, **shared)

@@ -114,19 +114,22 @@ class _Fronts:
             x = x.t()
         if not x.is_contiguous() or not (x.dtype.is_floating_point or x.dtype == torch.uint8):
             return None
-        rows, unit = x.shape[0] == self.slots, 0 if turned else self._unit(x)
+        rows, unit = x.shape[0] == self.slots, self._unit(x, turned)
         if rows == bool(unit):
             return None
         if rows:
             return _Front(x.detach().view(1, -1), self.ends_G[-1:], x.shape[1], self.balanced, turned)
         balanced = min(self.padded // _PADDED, self.balanced // _PADDED + self.ends_G.shape[0])
-        return _Front(x.detach(), self._blocks(), unit, balanced, False)
+        lines_LW = x.detach().view(1, -1) if turned else x.detach()
+        return _Front(lines_LW, self._blocks(), unit, balanced, turned)
 
-    def _unit(self, x: torch.Tensor) -> int:
-        """Columns of x for each 128 padded slots; 0 if it has none for them."""
+    def _unit(self, x: torch.Tensor, turned: bool) -> int:
+        """Elements of a line for each 128 padded slots; 0 if there are none for them. Block scales lie turned."""
         blocks = self.padded // _PADDED
-        columns = {torch.float32: 1, torch.uint8: 4}.get(x.dtype, _PADDED if x.element_size() == 1 else 0)
-        return columns if x.shape[1] == columns * blocks else 0
+        if turned:
+            lines = {torch.float32: 1, torch.uint8: 4}.get(x.dtype, 0)
+            return lines * x.shape[1] if x.shape[0] == lines * blocks else 0
+        return _PADDED if x.element_size() == 1 and x.shape[1] == _PADDED * blocks else 0
 
     def _blocks(self) -> torch.Tensor:
         """How many times 128 padded slots are used, int64 [1]."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from maniple.config.schema import TrainConfig
 from maniple.models.card import ModelCard
-from maniple.plan import memory_layers, parameters
+from maniple.plan import memory_layers, parameters, states
 from maniple.plan.imbalance import Imbalance
 from maniple.plan.memory_attention import spans
 from maniple.plan.memory_chunks import Layers, chunk_of
@@ -24,7 +25,8 @@ class RankMemory:
 
     states: parameters, gradients, main parameters and moments; held: other tensors that are there all the time;
     activations: what is kept for backward passes at the fullest moment, by part; moment: where that is; working: what
-    the operation then needs beside it; reserved: the device's and the allocator's own.
+    the operation then needs beside it; reserved: the device's and the allocator's own. host: states that are in host
+    memory, and in none of the others.
     """
 
     rank: int
@@ -36,6 +38,7 @@ class RankMemory:
     moment: str
     working: int
     reserved: Mapping[str, int]
+    host: Mapping[str, int]
 
     @property
     def state_bytes(self) -> int:
@@ -50,6 +53,10 @@ class RankMemory:
     def total(self) -> int:
         """Of the device, with what is no tensor."""
         return self.peak + sum(self.reserved.values())
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host.values())
 
 
 def of_job(
@@ -86,9 +93,11 @@ def _of_rank(layers: Layers, where: Placement, rank: int, schedule: str | None) 
     count = parameters.of_rank(config, card, where, rank)
     chunks = [chunk_of(layers, stage) for stage in where.of_rank(rank)]
     most, moment, activations, in_flight = fullest_moment(config, where, rank, chunks, z.L * z.D * z.b, schedule)
-    states, held = states_of(config, where, count), _held(config, card, where, rank, z, profile)
+    kept, held = states_of(config, where, count), _held(config, card, where, rank, z, profile, in_flight)
+    if (passing := _passing(config, where, count, profile)) > most:
+        most, moment, activations, in_flight = passing, "update of states in host memory", Counter(), 0
     working = most - sum(activations.values())
-    tensors = sum(states.values()) + sum(held.values()) + most
+    tensors = sum(kept.values()) + sum(held.values()) + most
     groups = sum(size > 1 for size in (where.tensor, where.context, where.data, where.expert, where.expert_tensor)) + (
         2 if where.pipeline > 1 else 0
     )
@@ -97,31 +106,44 @@ def _of_rank(layers: Layers, where: Placement, rank: int, schedule: str | None) 
         "communication": groups * profile.communication,
         "allocator": round(tensors * profile.slack),
     }
-    return RankMemory(rank, count, states, held, activations, in_flight, moment, working, reserved)
+    host = host_of(config, where, count)
+    return RankMemory(rank, count, kept, held, activations, in_flight, moment, working, reserved, host)
 
 
 def states_of(config: TrainConfig, where: Placement, count: RankParameters) -> dict[str, int]:
-    """Parameters, fp32 gradients, and the optimizer's tensors, which the distributed optimizer cuts over the ranks that
-    hold the same parameters. Main parameters are apart where they are fp32 beside bf16 ones."""
-    dense, experts = sum(count.dense.values()), sum(count.experts.values())
-    if config.parallel.distributed_optimizer:
-        own = -(-dense // where.dense_replicas) + -(-experts // where.expert_data)
-    else:
-        own = dense + experts
-    b = 2 if config.precision.dtype == "bf16" else 4
-    apart = b == 2 and config.optimizer.main_params_dtype == "fp32"
+    """On the device: parameters, gradients, and the optimizer's tensors."""
+    own, away = _owned(config, where, count), host_of(config, where, count)
     return {
-        "parameters": b * (dense + experts),
-        "gradients": 4 * (dense + experts),
-        "main parameters": 4 * own if apart else 0,
-        "moments": (8 if config.optimizer.moments_dtype == "fp32" else 4) * own,
+        kind: each * (own if kind in (states.MAIN, states.MOMENTS) else count.total) - away.get(kind, 0)
+        for kind, each in states.states(config).items()
     }
 
 
+def host_of(config: TrainConfig, where: Placement, count: RankParameters) -> dict[str, int]:
+    """Main parameters and moments in host memory, by kind; empty where there are none."""
+    own = _owned(config, where, count)
+    return {kind: int(each * own) for kind, each in states.hosted(config).items() if each}
+
+
+def _owned(config: TrainConfig, where: Placement, count: RankParameters) -> int:
+    """Parameters that the rank updates: the distributed optimizer cuts them over the ranks that hold the same."""
+    dense, experts = sum(count.dense.values()), sum(count.experts.values())
+    if not config.parallel.distributed_optimizer:
+        return dense + experts
+    return -(-dense // where.dense_replicas) + -(-experts // where.expert_data)
+
+
+def _passing(config: TrainConfig, where: Placement, count: RankParameters, profile: Profile) -> int:
+    """Bytes of the buffers in which states from host memory are updated."""
+    kept = states.states(config)
+    each = sum(kept[kind] for kind, share in states.hosted(config).items() if share)
+    return each * min(profile.passing, _owned(config, where, count))
+
+
 def _held(
-    config: TrainConfig, card: ModelCard, where: Placement, rank: int, z: Shapes, profile: Profile
+    config: TrainConfig, card: ModelCard, where: Placement, rank: int, z: Shapes, profile: Profile, in_flight: int
 ) -> dict[str, int]:
-    """Tensors that are there all the time beside the states."""
+    """Tensors that are there all the time beside the states. in_flight: passes that wait for their backward ones."""
     held = {"workspaces of products": profile.workspace} if profile.workspace else {}
     stages = where.of_rank(rank)
     mtp = any(stage.mtp for stage in stages)
@@ -131,11 +153,12 @@ def _held(
     masks = {
         (queries, keys, card.window(layer))
         for layer in layers
-        for queries, keys, masked in spans(card, layer, z)
-        if masked
+        for queries, keys, biased in spans(card, layer, z, profile)
+        if biased
     }
     if masks:
-        held["attention masks"] = sum(queries * keys * z.b for queries, keys, _ in masks)
+        each = z.B * max(1, in_flight) if z.documents else 1  # documents are a micro-batch's own
+        held["attention masks"] = sum(queries * keys * z.b for queries, keys, _ in masks) * each
     copies = sum(quantized_copies(config, card, where, layer, profile) for layer in layers)
     if copies:
         held["quantized weights"] = copies

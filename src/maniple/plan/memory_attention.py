@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from maniple.models.card import ModelCard
+from maniple.plan.profile import Profile
 from maniple.plan.shapes import Shapes
 from maniple.plan.tape import Tape
 
 _SINK_DIMS = 8  # `engines/megatron/attention.py` pads a head by as many for its sink
-_MOST_FLASH = 256  # head size
+_MOST_FLASH = 192  # head size
+_ALIGNED = 16  # and makes the keys of a bias a multiple of as many
 
 
 def column_parallel(tape: Tape, part: str, source: str, result: str, z: Shapes, inside: int, outside: int) -> None:
@@ -43,16 +45,14 @@ def norm(tape: Tape, part: str, source: str, result: str, rows: int, width: int,
     tape.op(part, [source], {result: rows * width * z.b}, [source], extra=rows * 4)
 
 
-def attention(tape: Tape, card: ModelCard, layer: int, z: Shapes, *, again: bool) -> None:
+def attention(tape: Tape, card: ModelCard, layer: int, z: Shapes, profile: Profile, *, again: bool) -> None:
     """Adds attention of the tensor `n1` (normalised input) up to `attn` (projected). again: the core is recomputed."""
     if card.mla is not None:
         _latent(tape, card, z)
-        width, value = card.head_dim, card.mla.v_head_dim
     else:
         _grouped(tape, card, z)
-        width = value = card.head_dim
-    _core(tape, card, layer, z, width, value, again)
-    row_parallel(tape, "attention", "o", "attn", z, z.heads * value, z.D)
+    _core(tape, card, layer, z, profile, again)
+    row_parallel(tape, "attention", "o", "attn", z, z.heads * _value_dim(card), z.D)
 
 
 def _grouped(tape: Tape, card: ModelCard, z: Shapes) -> None:
@@ -128,13 +128,14 @@ def quantized_bytes(rows: int, width: int, each: int) -> int:
     return rows * width * each + rows * width // 32
 
 
-def _core(tape: Tape, card: ModelCard, layer: int, z: Shapes, width: int, value: int, again: bool) -> None:
+def _core(tape: Tape, card: ModelCard, layer: int, z: Shapes, profile: Profile, again: bool) -> None:
     """From `q`, `k`, `v` (which shares the memory of `qkv` where there is one) to `o`.
 
-    Flash and memory-efficient attention keep their operands, their result and one number a query and head. Where torch
-    has no kernel for a call it keeps all scores, in fp32, and fp32 copies of the operands, keys and values repeated for
-    every head: grouped keys with a mask, in fp32 or of two sizes (`engines/megatron/dry_run/fused.py`).
+    Kernels keep their operands, their result and one fp32 number a query and head. With a bias a sink makes operands of
+    its own; so do grouped keys that are repeated for every head: with a bias where the profile says so, and in fp32.
+    What the kernel holds inside its backward pass is the profile's `accumulates`.
     """
+    width, value = card.head_dim, _value_dim(card)
     b, heads = z.b, z.heads
     held = ["k", "v"] if card.mla is not None else ["k", "qkv"]
     moves = ["q", "k", "v"]
@@ -142,45 +143,48 @@ def _core(tape: Tape, card: ModelCard, layer: int, z: Shapes, width: int, value:
         size = z.B * z.whole * z.kv_heads * (width + value) * b
         tape.op("attention", ["k", "v"], {"whole": size}, forward=2 * size // z.context + size, backward=size)
         held, moves = ["whole"], ["q", "whole"]
-    grouped = heads != z.kv_heads
     kept: set[str] = set()
-    extra = forward = backward = scored = 0
-    for queries, keys, masked in spans(card, layer, z):
+    extra = own = 0
+    for queries, keys, biased in spans(card, layer, z, profile):
+        sink_dims = _SINK_DIMS if card.attention_sinks and biased else 0
+        repeated = heads > z.kv_heads and (b == 4 or (biased and profile.repeats_keys))
+        query = z.B * queries * heads * (width + sink_dims)  # elements
+        group = z.B * keys * (width + sink_dims + value)
+        made = (group * (heads if repeated else z.kv_heads) * b) if sink_dims or repeated else 0
+        made += query * b if sink_dims else 0
+        inside = 0
+        if profile.accumulates and b == 2:
+            inside = 4 * query + (group * heads * b if heads > z.kv_heads and not repeated else 0)
+        kept |= ({"q"} if not sink_dims else set()) | (set() if sink_dims or repeated else set(held))
         out = z.B * queries * heads * value * b
-        if grouped and (masked or b == 4 or width != value):
-            wide = width + (_SINK_DIMS if card.attention_sinks else 0)
-            scores = z.B * heads * queries * keys * 4
-            copies = z.B * heads * 4 * (queries * wide + keys * (wide + value))
-            extra += scores + copies
-            forward, backward = max(forward, scores), max(backward, 2 * scores)
-            scored += 1
-        else:
-            kept |= {"q", *held}
-            extra += z.B * queries * heads * 4 + (out if z.context > 1 else 0)
+        extra += made + z.B * queries * heads * 4 + (out if z.context > 1 else 0)
+        own = max(own, made + inside)  # gradients of operands that the call made are beside those of `moves`
     result = z.T * heads * value * b
+    forward, backward = (0, own) if z.context == 1 else (2 * result, max(own, 2 * result))
     if "q" in tape.forgets:  # projected once more, before they are rotated
         backward += tape.sizes["q0"] + tape.sizes["kv0"]
     if again:  # only what goes in is kept
         every = extra + backward
         tape.op("attention", [*moves], {"o": result}, ["q", *held, "o"], forward=extra, backward=every, moves=moves)
     else:
-        plain = not scored and z.context == 1
         tape.op(
             "attention",
             moves,
             {"o": result},
-            [*sorted(kept), *(["o"] if plain else [])],
+            [*sorted(kept), *(["o"] if z.context == 1 else [])],
             extra=extra,
-            forward=forward if plain else max(forward, 2 * result),
-            backward=backward if plain else max(backward, 2 * result),
+            forward=forward,
+            backward=backward,
             moves=moves,
         )
 
 
-def spans(card: ModelCard, layer: int, z: Shapes) -> list[tuple[int, int, bool]]:
-    """(queries, keys, whether some are hidden by a mask) of each call of attention: one, or under context parallelism
-    two, of an early and a late part of the sequence."""
-    window, sink = card.window(layer), 1 if card.attention_sinks else 0
+def spans(card: ModelCard, layer: int, z: Shapes, profile: Profile) -> list[tuple[int, int, bool]]:
+    """(queries, keys, whether some are hidden by a bias) of each call of attention: one, or under context parallelism
+    two, of an early and a late part of the sequence. With a bias a sink is a key, and others fill up to a multiple of
+    16."""
+    window, sinks = card.window(layer), card.attention_sinks
+    flash = profile.flash_windows and z.b == 2 and card.head_dim == _value_dim(card) <= _MOST_FLASH
     if z.context == 1:
         parts = [(0, z.whole)]
     else:
@@ -190,7 +194,14 @@ def spans(card: ModelCard, layer: int, z: Shapes) -> list[tuple[int, int, bool]]
         ]
     calls = []
     for first, end in parts:
-        start = 0 if window is None else max(0, first + 1 - window)
-        masked = bool(sink) or first > 0 or (window is not None and window < end)
-        calls.append((end - first, end - start + sink, masked))
+        keys = end - (0 if window is None else max(0, first + 1 - window) // _ALIGNED * _ALIGNED)
+        plain = not sinks and first == 0 and (window is None or window >= end)
+        biased = z.documents or not (plain or flash)
+        if biased and sinks:
+            keys += _ALIGNED - keys % _ALIGNED
+        calls.append((end - first, keys, biased))
     return calls
+
+
+def _value_dim(card: ModelCard) -> int:
+    return card.head_dim if card.mla is None else card.mla.v_head_dim

@@ -26,7 +26,7 @@ def layer(config: TrainConfig, card: ModelCard, number: int, z: Shapes, profile:
         quantized=kept_element(config, card, number, profile),
     )
     norm(tape, "norms", "x", "n1", z.L, z.D, z)
-    attention(tape, card, number, z, again="core_attn" in modules)
+    attention(tape, card, number, z, profile, again="core_attn" in modules)
     hidden = z.L * z.D * z.b
     tape.op("residual", ["x", "attn"], {"h": hidden}, passes="x")
     norm(tape, "norms", "h", "n2", z.L, z.D, z)

@@ -19,6 +19,9 @@ ADDED_BYTES = 8  # of an fp32 gradient that is read, added to and written
 QUANTIZED_BYTES = 4  # of an element: 2 read, 1 written in each orientation
 SWIGLU_BYTES = 6, 12  # of a column of the result, forward and backward: both halves read, one written
 NORM_BYTES = 10, 14  # of an element: RMSNorm (read, write) and residual addition (two reads, one write)
+# of the link to host memory, both directions busy: 47.2 of PCIe Gen5's 64 GB/s on one H200 (55.2 one way alone)
+HOST_SHARE = 0.74
+SINK_BYTES = 4, 20  # of an element of attention's result: scaled; multiplied with its gradient in fp32, and summed up
 BACKWARD_PRODUCTS = 2.5  # attention: 5 in backward, where scores are computed again, for 2 in forward
 
 
@@ -105,10 +108,12 @@ class Machine:
         """mxfp8 without hardware for it is emulated in bf16."""
         return "bf16" if recipe == "mxfp8" and not self.gpu.mxfp8_native else recipe
 
-    def attention(self, flops: float, *, backward: bool = False, latent: bool = False) -> float:
-        """flops: of the forward pass. latent: MLA, whose queries and values are of two sizes."""
+    def attention(self, flops: float, *, backward: bool = False, latent: bool = False, kind: str = "") -> float:
+        """flops: of the forward pass. latent: MLA, whose queries and values are of two sizes. kind: of kernel, `flash`
+        or `bias`, as `efficiencies.yaml` names shares; "": the fastest, which knows causal attention alone."""
         which = "backward" if backward else "forward"
-        share = self.efficiency.attention.first(*([f"latent_{which}"] if latent else []), which)
+        kinds, sizes = ([f"{kind}_", ""] if kind else [""]), (["latent_", ""] if latent else [""])
+        share = self.efficiency.attention.first(*[f"{size}{each}{which}" for each in kinds for size in sizes])
         return flops * (BACKWARD_PRODUCTS if backward else 1.0) / (self.gpu.peak_flops("bf16") * share)
 
 
@@ -138,9 +143,17 @@ class Passes:
 
 
 def attention_passes(
-    machine: Machine, card: ModelCard, layer: int, tokens: float, sequence: int, recipe: str, tensor: int
+    machine: Machine,
+    card: ModelCard,
+    layer: int,
+    tokens: float,
+    sequence: int,
+    recipe: str,
+    tensor: int,
+    documents: bool = False,
 ) -> Passes:
-    """Attention of one layer with its norm and residual. tokens: of the micro-batch on a context rank; sequence: whole.
+    """Attention of one layer with its norm and residual. tokens: of the micro-batch on a context rank; sequence: whole;
+    documents: kept apart.
 
     Projections are cut over `tensor` ranks, norms and residuals over the sequence as sequence parallelism does.
     """
@@ -166,8 +179,19 @@ def attention_passes(
         # the query's and the key's two parts are put together: each is written once more
         rotated = tokens * 2 * 2 * heads * card.head_dim
     passes.add("elementwise", machine.elementwise(4 * rotated), machine.elementwise(4 * rotated))
-    flops = tokens / tensor * attention_core_flops_per_token(card, sequence, card.window(layer))
-    core = [machine.attention(flops, backward=backward, latent=mla is not None) for backward in (False, True)]
+    window, kind = card.window(layer), ""
+    flops = tokens / tensor * attention_core_flops_per_token(card, sequence, window)
+    if machine.software.torch_attention and documents:  # a bias, with which no score is left out
+        flops, kind = 2 * tokens / tensor * attention_core_flops_per_token(card, sequence, None), "bias"
+    elif machine.software.torch_attention and (card.attention_sinks or window is not None):
+        kind = "flash"
+        if window is not None:  # whole blocks of keys
+            flops = tokens / tensor * attention_core_flops_per_token(card, sequence, window + _TILE)
+        if card.attention_sinks:
+            results = tokens * heads * card.head_dim
+            passes.add("attention_core", *[machine.elementwise(size * results) for size in SINK_BYTES])
+    latent = mla is not None
+    core = [machine.attention(flops, backward=backward, latent=latent, kind=kind) for backward in (False, True)]
     passes.add("attention_core", *core)
     _norm(machine, passes, tokens / tensor * width)
     return passes
@@ -251,6 +275,11 @@ def optimizer_seconds(
     kind = "adamw_fp32" if main_bytes == moment_bytes == 4 else "adamw_bf16"
     speed = machine.gpu.memory_bytes_per_s * machine.efficiency.memory.first(kind, "copy")
     return parameters * optimizer_bytes(grad_bytes, main_bytes, moment_bytes) / speed
+
+
+def host_seconds(machine: Machine, size_bytes: float) -> float:
+    """So many bytes of states come from host memory and, at the same time, go back."""
+    return size_bytes / (machine.gpu.host_bytes_per_s * HOST_SHARE)
 
 
 def optimizer_bytes(grad_bytes: int, main_bytes: int, moment_bytes: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from maniple.config.schema import TrainConfig
@@ -13,7 +13,7 @@ from maniple.models.card import ModelCard
 from maniple.plan import memory
 from maniple.plan.imbalance import Imbalance
 from maniple.plan.memory import RankMemory
-from maniple.plan.profile import MANIPLE
+from maniple.plan.profile import profile_of
 from maniple.plan.stages import Placement, Stage, folded, place
 
 
@@ -44,6 +44,14 @@ class MemoryPlan:
         )
         return f"fits: the tightest, {said}" if self.fits else f"does not fit: {said}"
 
+    @property
+    def host_per_node(self) -> int:
+        """Bytes of states in the host memory of the node that has most of them."""
+        stage = self.placement.world_size // self.placement.pipeline
+        ranks, node = range(self.placement.world_size), self.gpu.gpus_per_node
+        nodes = (ranks[first : first + node] for first in ranks[::node])
+        return max(sum(self.ranks[rank // stage].host_bytes for rank in of_node) for of_node in nodes)
+
 
 def memory_plan(
     config: TrainConfig,
@@ -55,7 +63,7 @@ def memory_plan(
 ) -> MemoryPlan:
     """schedule: of `schedules.SCHEDULES`; None is the engine's own. Raises UserError, in one line, for a job that
     cannot run on `world_size` ranks."""
-    profile = replace(MANIPLE, native_mxfp8=gpu.mxfp8_native)
+    profile = profile_of(gpu)
     ranks = memory.of_job(config, card, world_size, profile, imbalance=imbalance, schedule=schedule)
     where = place(config, card, world_size)
     return MemoryPlan(config, card, gpu, folded(where) if schedule == "zbv" else where, tuple(ranks))
@@ -72,6 +80,7 @@ def as_json(plan: MemoryPlan) -> dict[str, Any]:
         "fits": plan.fits,
         "verdict": plan.verdict,
         "tightest_rank": plan.tightest.rank,
+        "host_per_node": plan.host_per_node,
         "layout": {
             "tensor": where.tensor,
             "pipeline": where.pipeline,
@@ -89,6 +98,7 @@ def as_json(plan: MemoryPlan) -> dict[str, Any]:
                 "chunks": held_chunks(plan, rank),
                 "parameters": rank.parameters.by_component,
                 "states": dict(rank.states),
+                "host": dict(rank.host),
                 "held": dict(rank.held),
                 "activations": dict(rank.activations),
                 "working": rank.working,
@@ -115,20 +125,32 @@ def said(stage: Stage, card: ModelCard) -> str:
 
 def rank_rows(plan: MemoryPlan) -> list[list[str]]:
     """One row a pipeline rank; `rank_headings` names the columns."""
-    rows = []
+    unit, rows = unit_of(plan), []
     for rank in plan.ranks:
         chunks = " · ".join(held_chunks(plan, rank))
         rows.append(
             [
                 f"{rank.rank}" + (" *" if rank.rank == plan.tightest.rank else ""),
                 chunks if len(chunks) <= _WIDEST else chunks[: _WIDEST - 1] + "…",
-                f"{rank.parameters.total / 1e9:.2f}B",
-                *map(_gib, kinds_of(rank).values()),
-                _gib(rank.total),
+                f"{rank.parameters.total / 1e9:.2f}B" if unit == "GiB" else f"{rank.parameters.total / 1e6:.2f}M",
+                *(_in(unit, size) for size in kinds_of(rank).values()),
+                _in(unit, rank.total),
                 f"{rank.total / plan.gpu.memory_bytes:.0%}",
             ]
         )
     return rows
+
+
+def host_line(plan: MemoryPlan) -> str | None:
+    """What is in host memory, where anything is."""
+    most = max(plan.ranks, key=lambda rank: rank.host_bytes)
+    if not most.host_bytes:
+        return None
+    parts = " and ".join(f"{kind} {binary_size(size)}" for kind, size in most.host.items() if size)
+    return (
+        f"in host memory: {binary_size(most.host_bytes)} of rank {most.rank} ({parts}), "
+        f"{binary_size(plan.host_per_node)} a node of {min(plan.gpu.gpus_per_node, plan.placement.world_size)} GPUs"
+    )
 
 
 def held_chunks(plan: MemoryPlan, rank: RankMemory) -> list[str]:
@@ -150,17 +172,24 @@ def kinds_of(rank: RankMemory) -> dict[str, int]:
 
 
 _WIDEST = 40
-rank_headings = [
-    *("rank", "holds", "parameters", "weights", "gradients", "optimizer", "activations", "working", "device"),
-    *("total GiB", "of GPU"),
-]
+_UNITS = {"GiB": 2**30, "MiB": 2**20}
 
 
-def component_rows(rank: RankMemory) -> list[list[str]]:
-    """What the tightest rank's bytes are, largest first within each kind."""
+def rank_headings(plan: MemoryPlan) -> list[str]:
+    sizes = ["weights", "gradients", "optimizer", "activations", "working", "device"]
+    return ["rank", "holds", "parameters", *sizes, f"total {unit_of(plan)}", "of GPU"]
+
+
+def unit_of(plan: MemoryPlan) -> str:
+    """GiB; MiB where a rank's tensors are less than one."""
+    return "GiB" if plan.tightest.peak >= 2**30 else "MiB"
+
+
+def component_rows(plan: MemoryPlan) -> list[list[str]]:
+    """What the tightest rank's bytes are, in `unit_of(plan)`, largest first within each kind."""
     rows, last = [], None
-    for kind, name, size in components_of(rank):
-        rows.append(["" if kind == last else kind, name, _gib(size)])
+    for kind, name, size in components_of(plan.tightest):
+        rows.append(["" if kind == last else kind, name, _in(unit_of(plan), size)])
         last = kind
     return rows
 
@@ -182,5 +211,5 @@ def components_of(rank: RankMemory) -> list[tuple[str, str, int]]:
     ]
 
 
-def _gib(size: float) -> str:
-    return f"{size / 2**30:,.2f}"
+def _in(unit: str, size: float) -> str:
+    return f"{size / _UNITS[unit]:,.2f}"

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from maniple.config.schema import TrainConfig
@@ -13,7 +13,7 @@ from maniple.hardware.card import GPU
 from maniple.models.card import ModelCard
 from maniple.plan import memory
 from maniple.plan.imbalance import Imbalance
-from maniple.plan.profile import MANIPLE
+from maniple.plan.profile import profile_of
 from maniple.plan.time import estimate
 
 BEND = 0.9  # of the first size's speed a GPU
@@ -61,7 +61,7 @@ def scale(
 
     Raises UserError if it cannot run on the first.
     """
-    profile = replace(MANIPLE, native_mxfp8=gpu.mxfp8_native)
+    profile = profile_of(gpu)
     out: list[Point] = []
     for number in gpus:
         size = config.train.global_batch_size

@@ -18,7 +18,7 @@ from maniple.models.card import ModelCard
 from maniple.plan import memory, search_overlap, search_space, search_stages
 from maniple.plan.imbalance import Imbalance
 from maniple.plan.memory import RankMemory
-from maniple.plan.profile import MANIPLE
+from maniple.plan.profile import profile_of
 from maniple.plan.search_bounds import Bounds
 from maniple.plan.search_recompute import fewest
 from maniple.plan.search_space import Layout
@@ -175,7 +175,7 @@ class _Costing:
 
     def __init__(self, config: TrainConfig, card: ModelCard, gpu: GPU, world_size: int, imbalance: Imbalance) -> None:
         self.config, self.card, self.gpu, self.world_size, self.imbalance = config, card, gpu, world_size, imbalance
-        self.profile = replace(MANIPLE, native_mxfp8=gpu.mxfp8_native)
+        self.profile = profile_of(gpu)
         self.every: dict[Layout, list[RankMemory]] = {}
         self.times: dict[Layout, StepTime] = {}
 

@@ -13,11 +13,12 @@ import yaml
 from maniple.errors import UserError
 from maniple.hardware.units import binary_size
 from maniple.models.counting import count
+from maniple.plan import states
 from maniple.plan.report import kinds_of
 from maniple.plan.search import ILLEGAL, Costed, Found
 
 HEADINGS = [
-    *("TP", "PP", "chunks", "EP", "DP", "micro-batch", "recompute", "seconds", "tokens/s", "MFU", "GiB", "of GPU"),
+    *("TP", "PP", "chunks", "EP", "DP", "micro-batch", "recompute", "seconds", "TGS", "MFU", "GiB", "of GPU"),
     "stages",
 ]
 _PARTS = 4  # of a difference, the largest that are named
@@ -254,16 +255,17 @@ def _too_large(found: Found) -> list[str]:
             + _missing(programs.missing, missing)
         )
     config = nearest.config
-    weight = 2 if config.precision.dtype == "bf16" else 4
-    main = 4 if weight == 2 and config.optimizer.main_params_dtype == "fp32" else 0
-    each = weight + 4 + main + (8 if config.optimizer.moments_dtype == "fp32" else 4)
-    states = each * count(found.card).total_with_mtp
-    enough = math.ceil(states / found.ceiling)
+    each = sum(states.states(config).values()) - sum(states.hosted(config).values())
+    one = each * count(found.card).total_with_mtp
+    enough = math.ceil(one / found.ceiling)
     if enough > found.world_size:
         lines.append(
-            f"one copy of weights, gradients and optimizer states, {each} bytes a parameter, is {binary_size(states)}: "
+            f"one copy of weights, gradients and optimizer states, {each:g} bytes a parameter, is {binary_size(one)}: "
             f"at least {enough:,} GPUs"
         )
+    if config.optimizer.offload_fraction < 1:
+        more = sum(nearest.memory.states[kind] for kind in states.hosted(config))
+        lines.append(f"optimizer.offload_fraction=1 would keep {binary_size(more)} of these in host memory")
     return lines
 
 

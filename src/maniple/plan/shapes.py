@@ -37,6 +37,7 @@ class Shapes:
     tensor: int
     context: int
     context_rank: int
+    documents: bool = False  # kept apart
 
     def linear(self, inside: int, outside: int) -> int:
         """Bytes of the gradient of a weight `[outside, inside]`, in the weight's type."""
@@ -92,4 +93,5 @@ def shapes(
         tensor=place.tensor,
         context=place.context,
         context_rank=min(context_rank, place.context - 1),
+        documents=not config.data.attend_across_documents,
     )

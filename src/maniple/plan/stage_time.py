@@ -121,9 +121,9 @@ def layer_passes(job: Job, layer: int) -> Passes:
         return job.cache[key]
     machine, tokens, tensor, width = job.machine, job.tokens, place.tensor, card.hidden_size
     local = tokens / tensor
-    sequence = job.config.data.sequence_length
+    sequence, documents = job.config.data.sequence_length, not job.config.data.attend_across_documents
     parts = [
-        operators.attention_passes(machine, card, layer, tokens, sequence, recipe, tensor),
+        operators.attention_passes(machine, card, layer, tokens, sequence, recipe, tensor, documents),
         operators.norm_passes(machine, local * width),
     ]
     comm = Passes()

@@ -18,11 +18,12 @@ from maniple.models.flops import training_flops_per_token
 from maniple.plan import parameters, schedules
 from maniple.plan.exchange import Network
 from maniple.plan.imbalance import Imbalance
-from maniple.plan.operators import Machine, Parts, optimizer_seconds
+from maniple.plan.operators import Machine, Parts, host_seconds, optimizer_seconds
 from maniple.plan.simulator import Simulation, StageCost, simulate
 from maniple.plan.stage_time import MODULES, Graphs, Job, stage_time
 from maniple.plan.stages import folded
 from maniple.plan.stages import place as place_stages
+from maniple.plan.states import hosted
 
 # groups, of as many micro-batches as there are pipeline ranks, that are simulated one by one
 _GROUPS = 5
@@ -223,4 +224,8 @@ def data_parallel(job: Job, dense: int, experts: int, mine: list[StageCost]) -> 
         gather = max(0.0, gather - sum(cost.forward for cost in mine))
     optimizer = job.config.optimizer
     main, moment = (4 if dtype == "fp32" else 2 for dtype in (optimizer.main_params_dtype, optimizer.moments_dtype))
-    return reduce, gather, optimizer_seconds(job.machine, owned, job.software.grad_bytes, main, moment)
+    update = optimizer_seconds(job.machine, owned, job.software.grad_bytes, main, moment)
+    if share := optimizer.offload_fraction:  # of those parameters the kernel runs while others are on their way
+        way = host_seconds(job.machine, owned * sum(hosted(job.config).values()))
+        update = (1 - share) * update + max(share * update, way)
+    return reduce, gather, update

@@ -4,7 +4,7 @@ Upstream keeps states in other dtypes than fp32 only with Transformer Engine's A
 (optimizer/__init__.py, `_get_megatron_optimizer_based_on_param_groups`) and its config refuse without. Here the same
 optimizers are constructed around `Adam`, which is one pass over each shard (`maniple.kernels.adamw`): gradient, main
 parameter and moments are read, and they and the model's bf16 copy written. Gradients are read where DDP has left them
-(`decoupled_grad`), and the clip coefficient is applied in that pass.
+(`decoupled_grad`), and the clip coefficient is applied in that pass. States may be in host memory: `offload.py`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from maniple.engines.megatron import offload
+from maniple.engines.megatron.offload import HostStates
 from maniple.kernels.adamw import Shard, adamw_
 
 MASTER, MOMENTS = "master_param", ("exp_avg", "exp_avg_sq")
@@ -36,7 +38,7 @@ class Adam(torch.optim.Optimizer):
     A parameter's state has `exp_avg` and `exp_avg_sq` in `moments`, `step` (fp32, in host memory), and `master_param`
     in fp32 where `masters` is set and the parameter is bf16; elsewhere the parameter is its own main parameter.
     `grad_scale` multiplies the gradients of the next step, and of no other. `places` has, by parameter, what
-    `Shard.seed` and `Shard.first` are.
+    `Shard.seed` and `Shard.first` are. States of the parameters that are in `host` are in host memory.
     """
 
     state: defaultdict[torch.Tensor, dict[str, Any]]
@@ -52,20 +54,41 @@ class Adam(torch.optim.Optimizer):
         self.moments, self.masters = moments, masters
         self.grad_scale: torch.Tensor | float | None = None
         self.places: dict[torch.Tensor, tuple[int, int]] = {}
+        self.host = HostStates()
 
+    def dtypes_of(self, weight: torch.Tensor) -> dict[str, torch.dtype]:
+        """Of the tensors that are kept of a parameter, by name."""
+        own = self.masters and weight.dtype == torch.bfloat16
+        return dict.fromkeys(MOMENTS, self.moments) | ({MASTER: torch.float32} if own else {})
+
+    def hosted(self, weight: torch.Tensor) -> list[str]:
+        """Names of those that are in host memory."""
+        return list(self.dtypes_of(weight)) if weight in self.host else []
+
+    @torch.no_grad()
     def initialize_state(self, weight: torch.Tensor) -> None:
         state = self.state[weight]
         if state:
             return
         state["step"] = torch.zeros((), device="cpu")
-        for name in MOMENTS:
-            state[name] = torch.zeros_like(weight, dtype=self.moments, requires_grad=False)
-        if self.masters and weight.dtype == torch.bfloat16:
-            state[MASTER] = weight.detach().float()
+        zeros_like = self.host.zeros_like if weight in self.host else torch.zeros_like
+        for name, dtype in self.dtypes_of(weight).items():
+            state[name] = zeros_like(weight.detach(), dtype=dtype)
+        if MASTER in state:
+            state[MASTER].copy_(weight)
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
+        through: list[tuple[Shard, dict[str, Any]]] = []  # whose states are in host memory
         for group in self.param_groups:
+            how = dict(
+                learning_rate=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                epsilon=group["eps"],
+                weight_decay=group["weight_decay"],
+                grad_scale=self.grad_scale,
+            )
             updates: dict[int, list[Shard]] = {}
             for weight in group["params"]:
                 grad = getattr(weight, "decoupled_grad", None)
@@ -86,18 +109,13 @@ class Adam(torch.optim.Optimizer):
                     seed,
                     first,
                 )
-                updates.setdefault(int(state["step"]), []).append(shard)
+                if weight in self.host:
+                    through.append((shard, how | {"step": int(state["step"])}))
+                else:
+                    updates.setdefault(int(state["step"]), []).append(shard)
             for step, shards in updates.items():
-                adamw_(
-                    shards,
-                    step=step,
-                    learning_rate=group["lr"],
-                    beta1=group["betas"][0],
-                    beta2=group["betas"][1],
-                    epsilon=group["eps"],
-                    weight_decay=group["weight_decay"],
-                    grad_scale=self.grad_scale,
-                )
+                adamw_(shards, step=step, **how)
+        offload.update(through)
         self.grad_scale = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -157,10 +175,12 @@ def build(
     *,
     moments: torch.dtype,
     main: torch.dtype,
+    offload_fraction: float = 0.0,
 ) -> ChainedOptimizer:
     """As upstream's `get_megatron_optimizer`, with states in these dtypes: of dense parameters, and of experts' where
     they have data-parallel ranks of their own. main: of a bf16 model's main parameters; bf16 needs
-    `config.use_distributed_optimizer`. All states are allocated. Raises ValueError without that."""
+    `config.use_distributed_optimizer`. All states are allocated, this share of their bytes in host memory; without the
+    distributed optimizer main parameters are none of them. Raises ValueError for bf16 ones without it."""
     if main == torch.bfloat16 and not config.use_distributed_optimizer:
         raise ValueError("bf16 main parameters need the distributed optimizer")
     if config.use_distributed_optimizer:
@@ -209,9 +229,19 @@ def build(
             part.grad_stats_parallel_group = groups[cut_over]
         collection = ProcessGroupCollection.use_mpu_process_groups()
         part.tp_group, part.expert_tp_group = collection.tp, getattr(collection, "expt_tp", collection.tp)
-        _initialize(adam)
         adam.places = dict(_places(part, chunks))
         every.append(part)
+    adams = [part.optimizer for part in every]
+    sizes = {
+        weight: weight.numel() * sum(dtype.itemsize for dtype in adam.dtypes_of(weight).values())
+        for adam in adams
+        for group in adam.param_groups
+        for weight in group["params"]
+    }
+    host = HostStates(offload_fraction, sizes)
+    for adam in adams:
+        adam.host = host
+        _initialize(adam)
     for chunk in chunks:
         chunk.overlap_param_gather_with_optimizer_step = False
     return ChainedOptimizer(every)

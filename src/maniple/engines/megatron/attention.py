@@ -9,6 +9,14 @@ Context parallelism gathers keys and values, as Llama 3 (2024, section 3.3.2) di
 against the keys of all ranks. A layer's forward receives S (CP - 1) / CP x B G (D + V) elements on every rank and its
 backward sends as many; with MLA, G = H, and what is gathered are the keys and values of the heads, not the latent.
 Whole keys and values of each layer are kept for its backward.
+
+Windows, sinks and later chunks are given to flash attention itself (`flash.py`) where that takes them. Elsewhere, and
+for documents, they are a bias of zeros and -inf, and which kernel computes is torch's choice (`_fused_sdp_choice`;
+rules in its aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). In half precision on sm_90 and sm_100 cuDNN's comes
+first, from cuDNN 9.15.1 on, and takes everything here. Otherwise flash attention takes what has no bias and heads of
+one size, and memory-efficient attention the rest, but not grouped keys: with a bias, and in fp32, they are repeated for
+every head (`fused_attention`). What is left to torch's plain operators on a GPU, with all scores, are head sizes that
+are no multiples of 8 (of 4 in fp32).
 """
 
 from __future__ import annotations
@@ -29,9 +37,10 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from torch.nn.attention import SDPBackend
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from maniple.engines.megatron import context
+from maniple.engines.megatron import context, flash
 from maniple.engines.megatron.documents import documents_of
 from maniple.kernels import custom_ops
 from maniple.kernels.forgotten import active, forget, hold
@@ -39,6 +48,7 @@ from maniple.kernels.rope import rotate
 
 _MOST_BIASES = 8  # for the same documents: of two chunks and two windows, and as many of another sequence length
 _SINK_DIMS = 8  # added to a head for its sink: one is needed, and fused kernels want multiples of eight
+_ALIGNED = 16  # keys of a bias: of other numbers torch pads it for memory-efficient attention, in a copy for every head
 
 
 class SDPAttention(MegatronModule):
@@ -125,21 +135,20 @@ class SDPAttention(MegatronModule):
         """`[B, H, L, V]`: of the queries of one chunk, whose first is token `first` of the sequence."""
         end = first + q_BHLD.shape[2]
         # no query of this chunk looks further back than its first one does
-        start = 0 if self.window is None else max(0, first + 1 - self.window)
+        start = 0 if self.window is None else max(0, first + 1 - self.window) // _ALIGNED * _ALIGNED
         k_BGND, v_BGNV = k_BGSD[:, :, start:end], v_BGSV[:, :, start:end]
-        sinks_H, gqa = self.softmax_offset, q_BHLD.shape[1] != k_BGSD.shape[1]
+        sinks_H = self.softmax_offset
         plain = sinks_H is None and documents_BS is None and (self.window is None or self.window >= end)
         if plain and first == 0:  # elsewhere SDPA's own causal mask would begin at the wrong key
-            return F.scaled_dot_product_attention(
-                q_BHLD, k_BGND, v_BGNV, is_causal=True, scale=self.softmax_scale, enable_gqa=gqa
-            )
+            return fused_attention(q_BHLD, k_BGND, v_BGNV, None, self.softmax_scale)
+        if documents_BS is None and flash.takes(q_BHLD, v_BGNV):
+            return flash.attention(q_BHLD, k_BGND, v_BGNV, self.window, sinks_H, self.softmax_scale)
         known = self.biases if documents_BS is None else _biases_of.setdefault(documents_BS, {})
         bias = shared_bias(known, first, end, start, self.window, sinks_H is not None, documents_BS, q_BHLD)
         if sinks_H is not None:
-            q_BHLD, k_BGND, v_BGNV = _with_sink(q_BHLD, k_BGND, v_BGNV, sinks_H / self.softmax_scale)
-        return F.scaled_dot_product_attention(
-            q_BHLD, k_BGND, v_BGNV, attn_mask=bias, scale=self.softmax_scale, enable_gqa=gqa
-        )
+            more = bias.shape[-1] - (end - start)
+            q_BHLD, k_BGND, v_BGNV = _with_sink(q_BHLD, k_BGND, v_BGNV, sinks_H / self.softmax_scale, more)
+        return fused_attention(q_BHLD, k_BGND, v_BGNV, bias, self.softmax_scale)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
         state = self.state_dict(prefix="", keep_vars=True) if self.softmax_offset is not None else {}
@@ -248,17 +257,46 @@ class LatentAttention(MLASelfAttention):
         return q_compressed, kv_combined
 
 
-def _with_sink(q_BHLD, k_BGND, v_BGNV, sinks_H):
-    """One more key, before the others, with which every query of head h scores `sinks_H[h]`, and whose value is zero.
+def fused_attention(q_BHLD, k_BGND, v_BGNV, bias: torch.Tensor | None, scale: float) -> torch.Tensor:
+    """`[B, H, L, V]`: causal attention, or with `bias` `[1 or B, 1, L, N]` added to the scores.
+
+    Where torch has no kernel on this GPU for such operands it would keep all scores. Then keys and values are repeated
+    for every head, and values as wide as keys: B N (H - G) (D + V) and B N H (D - V) elements, kept for backward.
+    """
+    grouped, width = q_BHLD.shape[1] != k_BGND.shape[1], v_BGNV.shape[-1]
+
+    def chosen() -> bool:
+        """Whether torch takes a kernel for the operands as they are."""
+        number = torch._fused_sdp_choice(
+            q_BHLD, k_BGND, v_BGNV, bias, is_causal=bias is None, scale=scale, enable_gqa=grouped
+        )
+        return number != SDPBackend.MATH.value
+
+    if q_BHLD.is_cuda and grouped and not chosen():
+        k_BGND, v_BGNV = (t.repeat_interleave(q_BHLD.shape[1] // t.shape[1], dim=1) for t in (k_BGND, v_BGNV))
+        grouped = False
+    if q_BHLD.is_cuda and width < q_BHLD.shape[-1] and not chosen():
+        v_BGNV = F.pad(v_BGNV, (0, q_BHLD.shape[-1] - width))
+    out_BHLV = F.scaled_dot_product_attention(
+        q_BHLD, k_BGND, v_BGNV, attn_mask=bias, is_causal=bias is None, scale=scale, enable_gqa=grouped
+    )
+    return out_BHLV if out_BHLV.shape[-1] == width else out_BHLV[..., :width]
+
+
+def _with_sink(q_BHLD, k_BGND, v_BGNV, sinks_H, more: int):
+    """`more` keys before the others. With the first every query of head h scores `sinks_H[h]`, and its value is zero.
+    The rest are zeros, there for their number: the bias hides them.
 
     The sink is one more dimension of the queries, where only the new key is not zero: a bias would be a matrix a head.
     """
-    sink_BHL1 = sinks_H.to(q_BHLD.dtype)[None, :, None, None].expand(*q_BHLD.shape[:3], 1)
-    q_BHLD = F.pad(torch.cat([q_BHLD, sink_BHL1], dim=-1), (0, _SINK_DIMS - 1))
-    unit_D = F.pad(k_BGND.new_ones(1), (k_BGND.shape[-1], _SINK_DIMS - 1))
-    k_BGND = F.pad(k_BGND, (0, _SINK_DIMS))
-    k_BGND = torch.cat([unit_D.expand(*k_BGND.shape[:2], 1, -1), k_BGND], dim=2)
-    return q_BHLD, k_BGND, F.pad(v_BGNV, (0, 0, 1, 0))
+    sinks_H8 = F.pad(sinks_H.to(q_BHLD.dtype)[:, None], (0, _SINK_DIMS - 1))
+    q_LBHD = q_BHLD.permute(2, 0, 1, 3)  # as they lie in memory, and as what comes of them is to lie
+    q_LBHD = torch.cat([q_LBHD, sinks_H8.expand(*q_LBHD.shape[:2], -1, -1)], dim=-1)
+    sink_dim = k_BGND.shape[-1]
+    k_BGND = F.pad(k_BGND, (0, _SINK_DIMS, more, 0))
+    with torch.no_grad():  # a constant in the padding, which has no gradient
+        k_BGND[:, :, 0, sink_dim] = 1
+    return q_LBHD.permute(1, 2, 0, 3), k_BGND, F.pad(v_BGNV, (0, 0, more, 0))
 
 
 # by angles and factor: layers share them, and upstream keeps one tensor of angles for a sequence length
@@ -292,8 +330,9 @@ def shared_bias(
     """`[1 or B, 1, L, N]`: 0 where query i may see key j, else -inf; in the dtype and on the device of `like`.
 
     Queries are the tokens `first` to `end` of a sequence, keys those from `start` to `end`: j <= i, i - j < window, and
-    both of one document. With `sink` there is one more key, before the others, that all see. `known` holds what has
-    been made for the same documents: each layer saves its bias for backward, and should save the same one.
+    both of one document. With `sink` there are more keys before the others, up to a multiple of 16: all see the first,
+    and none the rest. `known` holds what has been made for the same documents: each layer saves its bias for backward,
+    and should save the same one.
     """
     wanted = (first, end, start, window, sink, like.dtype, like.device)
     if wanted not in known:
@@ -307,5 +346,8 @@ def shared_bias(
         if documents_BS is not None:
             hidden = hidden | (documents_BS[:, first:end, None] != documents_BS[:, None, start:end])
         bias = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill(hidden, -math.inf)
-        known[wanted] = (F.pad(bias, (1, 0)) if sink else bias)[:, None]
+        if sink:
+            bias = F.pad(bias, (_ALIGNED - bias.shape[-1] % _ALIGNED, 0), value=-math.inf)
+            bias[..., 0] = 0
+        known[wanted] = bias[:, None]
     return known[wanted]

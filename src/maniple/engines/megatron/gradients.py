@@ -15,7 +15,7 @@ from maniple.engines.megatron.experts import GroupedExperts
 
 def write_first(chunks: list) -> None:
     """Makes `zero_grad_buffer()` of these chunks, which are in Megatron-Core's DDP, spare the gradients of experts'
-    matrices and set their `overwrite_main_grad` (`maniple.kernels.main_grad`). `zero_unwritten` is to be called later."""
+    matrices and set their `overwrite_main_grad` (`maniple.kernels.main_grad`): see `zero_unwritten`."""
     known = set(_matrices(chunks))
     for chunk in chunks:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:

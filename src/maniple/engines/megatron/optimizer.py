@@ -25,7 +25,8 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def build_optimizer(chunks: list, job: TrainConfig) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Optimizer with main parameters and moments in the job's dtypes, and its schedule in optimizer steps.
 
-    It is `adam.py`'s on a GPU, and where either is not fp32; else torch's AdamW in upstream's classes.
+    It is `adam.py`'s on a GPU, where either is not fp32, and where some are in host memory; else torch's AdamW in
+    upstream's classes.
     """
     section, model_config = job.optimizer, chunks[0].config
     config = OptimizerConfig(
@@ -46,12 +47,14 @@ def build_optimizer(chunks: list, job: TrainConfig) -> tuple[MegatronOptimizer, 
     # the biases of stacked experts are matrices under other names
     overrides[ParamKey(name=("*.b13", "*.b2"))] = ParamGroupOverride(wd_mult=0.0)
     main, moments = _DTYPES[section.main_params_dtype], _DTYPES[section.moments_dtype]
-    if main == moments == torch.float32 and not _on_gpu(chunks):
+    if main == moments == torch.float32 and not _on_gpu(chunks) and not section.offload_fraction:
         optimizer = get_megatron_optimizer(config, chunks, config_overrides=overrides, use_gloo_process_groups=False)
         for part in parts(optimizer):
             _fuse(part.optimizer)
     else:
-        optimizer = adam.build(config, chunks, overrides, main=main, moments=moments)
+        optimizer = adam.build(
+            config, chunks, overrides, main=main, moments=moments, offload_fraction=section.offload_fraction
+        )
         _scale_later(chunks, optimizer)
     steps = job.train.steps
     warmup = min(section.warmup_steps, steps - 1)
@@ -84,6 +87,12 @@ def allocate(optimizer: MegatronOptimizer) -> None:
     for part in parts(optimizer):
         if part.optimizer is not None:
             part.init_state_fn(part.optimizer, part.config)
+
+
+def in_host_memory(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
+    """The states that `optimizer.offload_fraction` keeps there."""
+    ours = [part.optimizer for part in parts(optimizer) if isinstance(part.optimizer, adam.Adam)]
+    return [state[name] for one in ours for weight, state in one.state.items() for name in one.hosted(weight)]
 
 
 def grad_norm(optimizer: ChainedOptimizer) -> float:

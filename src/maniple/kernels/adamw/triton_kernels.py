@@ -70,8 +70,9 @@ def update_kernel(
     g = tl.load(grad_ptr + offsets, mask=inside, other=0.0).to(tl.float32) * scale
     if scale_ptr is not None:
         g *= tl.load(scale_ptr)
-    m = beta1 * tl.load(exp_avg_ptr + offsets, mask=inside, other=0.0).to(tl.float32) + rest1 * g
-    v = beta2 * tl.load(exp_avg_sq_ptr + offsets, mask=inside, other=0.0).to(tl.float32) + rest2 * g * g
+    # Of a sum of two products a compiler fuses either, for one element of eight the other: then bits would depend on N.
+    m = tl.fma(rest1, g, beta1 * tl.load(exp_avg_ptr + offsets, mask=inside, other=0.0).to(tl.float32))
+    v = tl.fma(rest2 * g, g, beta2 * tl.load(exp_avg_sq_ptr + offsets, mask=inside, other=0.0).to(tl.float32))
     p = decay * tl.load(main_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     p -= step_size * m / (tl.sqrt(v) * root + epsilon)
     if model_ptr is not None:

@@ -42,8 +42,10 @@ registry.register(
     {"bf16"},
     {"cuda"},
     _hopper_swiglu,
+    preference=3,
     reason_unavailable=chips.no_hopper,
     refuses=lambda *operands: _hopper_swiglu.refusal(*operands),
+    defers=lambda *operands: _hopper_swiglu.defers(*operands),
 )
 
 

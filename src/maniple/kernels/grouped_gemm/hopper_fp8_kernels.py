@@ -220,7 +220,8 @@ def _compute_rows(
                 if WIDE:
                     _store_rows(
                         right, out_desc, out_ptr, bias_ptr, bias_scale_ptr,
-                        out_smem.index(HALF * BUFFERS + BUFFERS - 1), g, row0, n0 + 128, end, N, out_row, BIAS, SCALE, BUFFERS - 1,
+                        out_smem.index(HALF * BUFFERS + BUFFERS - 1),
+                        g, row0, n0 + 128, end, N, out_row, BIAS, SCALE, BUFFERS - 1,
                     )
                 # fmt: on
             else:  # the group ends in the other half: nothing to compute, and the tile takes half the time

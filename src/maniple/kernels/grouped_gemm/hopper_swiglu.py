@@ -1,7 +1,7 @@
 """Grouped GEMM with SwiGLU as its epilogue, for Hopper in Gluon: gate and up stacked, rows in order.
 
-The registry prefers `hopper.py`'s product and then the SwiGLU kernel: on an H200 this one took as long at DeepSeek-V3's
-shape and longer at Qwen3-30B's. `hopper_swiglu_kernels.py` says how it works.
+`hopper_swiglu_kernels.py` says how it works. On an H200 it is the faster way at DeepSeek-V3's shape, and no faster at
+Qwen3-30B's than `hopper.py`'s product and then the SwiGLU kernel: it is selected where the contraction is deep.
 """
 
 from __future__ import annotations
@@ -78,3 +78,9 @@ def refusal(
     if n % 16:
         return f"needs F a multiple of 8, and 2F is {n}"
     return hopper.refusal(x_SK, w_G, layout, gathers)
+
+
+def defers(x_SK: torch.Tensor, w_G: torch.Tensor, layout: str, *others) -> str | None:
+    """Why other kernels should go first for these operands; None if they should not."""
+    k = w_G.shape[2 if layout == "nk" else 1]
+    return None if k >= launch.FUSED_SWIGLU_DEPTH else f"is no faster than two kernels where K is {k}"

@@ -77,6 +77,9 @@ def swiglu_tile(target: str, itemsize: int, columns: int, *, interleaved: bool =
     return replace(tile, columns=tile.columns // (4 if interleaved and target == "nvidia" and itemsize == 2 else 2))
 
 
+FUSED_SWIGLU_DEPTH = 4096  # K from which Hopper's product with SwiGLU is faster than one after the other; one H200
+
+
 def gather_block(target: str) -> Block:
     """Tokens and columns of one program that sums gathered rows. Measured on one H200; on AMD a first choice."""
     if target == "interpreter":

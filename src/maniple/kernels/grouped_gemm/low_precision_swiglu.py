@@ -73,7 +73,8 @@ def kept_again(
     To ask before that product runs. passed: as `quantized_grouped_gemm_swiglu` gave it, or None. None: nothing is kept.
     """
     if passed is not None:
-        columns, again = passed.rows and passed.rows.columnwise, quantized.columns_again(act_SF)
+        columns = None if passed.rows is None else passed.rows.columnwise
+        again = quantized.columns_again(act_SF)
         return None if columns is None or again is None else ([columns.data, columns.scales], again)
     one = activation_again(act_SF)
     return None if one is None else ([act_SF], lambda: [one()])

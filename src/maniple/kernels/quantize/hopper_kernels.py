@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INFINITY = gl.constexpr(0x7F800000)
 QUIET_NAN = gl.constexpr(0x7FC00000)
@@ -82,11 +81,19 @@ def _scale_of(amax, E8M0: gl.constexpr, FORMAT: gl.constexpr, ROUNDING: gl.const
         return gl.where(bad, QUIET_NAN, (top - FORMAT.top) << 23).to(gl.float32, bitcast=True), inverse
 
 
+@gluon.constexpr_function
+def tall(warps):
+    """The layout of a tile `[STACK, DEEP, WORDS]`: 16 rows of 4 words a thread, or of fewer for more than 4 warps."""
+    words = 16 // warps
+    threads = 64 // words
+    return gl.BlockedLayout([1, 16, words], [32 // threads, 1, threads], [warps, 1, 1], [2, 1, 0])
+
+
 @gluon.jit
-def _place(first, ends_ptr, padded_ptr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr):
+def place(first, ends_ptr, padded_ptr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr):
     """(first row, end of its group) of the tile at `first` when all groups start at multiples of 128; (0, 0): none.
 
-    Every warp looks at all groups by itself. With `padded_ptr`, the first program writes where each then ends.
+    Every warp looks at all groups by itself. The first program writes where each then ends.
     """
     layout: gl.constexpr = gl.BlockedLayout([WIDTH // 32], [32], [WARPS], [0])
     g = gl.arange(0, WIDTH, layout)
@@ -94,26 +101,23 @@ def _place(first, ends_ptr, padded_ptr, GROUPS: gl.constexpr, WIDTH: gl.constexp
     starts = gl.load(ends_ptr + g - 1, mask=(g > 0) & (g < GROUPS), other=0)
     sizes = gl.where(g < GROUPS, (ends - starts + 127) // 128 * 128, 0)
     padded = gl.associative_scan(sizes, 0, _add)
-    if padded_ptr is not None:  # noqa: SIM102 (known when it is compiled)
-        if gl.program_id(0) == 0:
-            gl.store(padded_ptr + g, padded, mask=g < GROUPS)
+    if gl.program_id(0) == 0:
+        gl.store(padded_ptr + g, padded, mask=g < GROUPS)
     inside = (first >= padded - sizes) & (first < padded)
     top = gl.sum(gl.where(inside, first + starts - padded + sizes, 0), 0)
     return top, gl.sum(gl.where(inside, ends, 0), 0)
 
 
 @gluon.jit
-def _along_rows(
+def along_rows(
     x,
     ptr,
     scale_ptr,
     top,
     rows,
-    first,
     column_tile,
     K,
     S,
-    P,
     BLOCK: gl.constexpr,
     E8M0: gl.constexpr,
     FORMAT: gl.constexpr,
@@ -134,10 +138,11 @@ def _along_rows(
     i = gl.arange(0, DEEP, gl.SliceLayout(0, gl.SliceLayout(2, lines)))[None, :, None]
     b = gl.arange(0, BLOCKS, gl.SliceLayout(0, gl.SliceLayout(1, lines)))[None, None, :]
     row = q * DEEP + i
-    if E8M0:
-        gl.store(scale_ptr + (column_tile.to(gl.int64) * P + first) * 4 + (row * 4 + b), stored)
-    else:
-        gl.store(scale_ptr + (column_tile.to(gl.int64) * S + top) + (row + b), stored, mask=row < rows)
+    base = scale_ptr + (column_tile.to(gl.int64) * BLOCKS * S + top)
+    inside = row < rows
+    if BLOCKS > 1:
+        inside &= b < gl.cdiv(K, BLOCK) - column_tile * BLOCKS
+    gl.store(base + (b * S + row), stored, mask=inside)
 
     inverse = gl.convert_layout(inverse, gl.SliceLayout(3, blocks.type.layout), assert_trivial=True)
     blocks, inverse = gl.broadcast(blocks, inverse.expand_dims(3))
@@ -153,7 +158,7 @@ def _along_rows(
 
 
 @gluon.jit
-def _down_columns(
+def down_columns(
     x,
     ptr,
     scale_ptr,
@@ -175,14 +180,13 @@ def _down_columns(
     even, even_inverse = _scale_of(_even(amax), E8M0, FORMAT, ROUNDING)
     odd, odd_inverse = _scale_of(_odd(amax), E8M0, FORMAT, ROUNDING)
 
-    stored = gl.join(even, odd)
-    lines: gl.constexpr = gl.BlockedLayout([BLOCKS, 1, 1], [1, 16, 2], [1, WARPS, 1], [0, 2, 1])
-    stored = gl.convert_layout(stored, lines)
-    b = gl.arange(0, BLOCKS, gl.SliceLayout(1, gl.SliceLayout(2, lines)))[:, None, None]
-    w = gl.arange(0, WORDS, gl.SliceLayout(0, gl.SliceLayout(2, lines)))[None, :, None]
-    odds = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, lines)))[None, None, :]
-    base = scale_ptr + ((first // 128).to(gl.int64) * K + column_tile * (2 * WORDS)) * BLOCKS
-    gl.store(base + ((w * 2 + odds) * BLOCKS + b), stored, mask=w < words)
+    stored = gl.join(even, odd).reshape(BLOCKS, 2 * WORDS)
+    if not E8M0:  # bytes lie as they are stored: a warp has a block's
+        stored = gl.convert_layout(stored, gl.BlockedLayout([1, 1], [1, 32], [1, WARPS], [1, 0]))
+    b = gl.arange(0, BLOCKS, gl.SliceLayout(1, stored.type.layout))[:, None]
+    c = gl.arange(0, 2 * WORDS, gl.SliceLayout(0, stored.type.layout))[None, :]
+    base = scale_ptr + ((first // BLOCK).to(gl.int64) * K + column_tile * (2 * WORDS))
+    gl.store(base + (b * K + c), stored, mask=c < K - column_tile * (2 * WORDS))
 
     fours = x.reshape(STACK, QUARTERS, 2, 2, WORDS).permute(0, 1, 4, 2, 3)
     zero_two, one_three = gl.split(fours)
@@ -244,102 +248,37 @@ def rows_kernel(
 ):
     """A tile of 128 rows and columns, quantized along K and down the rows; either pointer may be None.
 
-    x in words of two numbers, x_row of them a row; along in words of 2 bytes, down in words of 4. E8M0 scales go to
-    where `scales_kernel` finds them, four to a word: of row r of the padded rows and column tile t at `[t, r]`, of
-    column c and row tile t at `[t, c]`. fp32 scales go to their place.
+    x in words of two numbers, x_row of them a row; along in words of 2 bytes, down in words of 4. Scales of
+    neighbouring rows lie side by side, of neighbouring columns too.
     """
-    if E8M0:
-        gdc_launch_dependents()
-    layout: gl.constexpr = gl.BlockedLayout([1, DEEP, 4], [32 // (WORDS // 4), 1, WORDS // 4], [WARPS, 1, 1], [2, 1, 0])
+    layout: gl.constexpr = tall(WARPS)
     column_tiles = gl.cdiv(K, 2 * WORDS)
     first = gl.program_id(0) // column_tiles * 128
     column_tile = gl.program_id(0) % column_tiles
-    top, end = _place(first, ends_ptr, padded_ptr, GROUPS, WIDTH, WARPS)
+    top, end = place(first, ends_ptr, padded_ptr, GROUPS, WIDTH, WARPS)
     rows = end - top
     if rows > 0:
         q = gl.arange(0, STACK, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
         i = gl.arange(0, DEEP, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
         w = gl.arange(0, WORDS, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
         row = q * DEEP + i
-        place = x_ptr + (top.to(gl.int64) * x_row + column_tile * WORDS) + (row * x_row + w)
-        x = gl.load(place, mask=(row < rows) & (w < K // 2 - column_tile * WORDS), other=0)
+        ptrs = x_ptr + (top.to(gl.int64) * x_row + column_tile * WORDS) + (row * x_row + w)
+        x = gl.load(ptrs, mask=(row < rows) & (w < K // 2 - column_tile * WORDS), other=0)
         if down_ptr is not None:
-            _down_columns(x, down_ptr, down_scale_ptr, first, column_tile, K, P, BLOCK, E8M0, FORMAT, ROUNDING, WARPS)
+            down_columns(x, down_ptr, down_scale_ptr, first, column_tile, K, P, BLOCK, E8M0, FORMAT, ROUNDING, WARPS)
         if along_ptr is not None:
-            _along_rows(
+            along_rows(
                 x,
                 along_ptr,
                 along_scale_ptr,
                 top,
                 rows,
-                first,
                 column_tile,
                 K,
                 S,
-                P,
                 BLOCK,
                 E8M0,
                 FORMAT,
                 ROUNDING,
                 WARPS,
             )
-
-
-@gluon.jit
-def scales_kernel(
-    ends_ptr,
-    padded_ptr,
-    along_ptr,
-    along_scale_ptr,
-    down_ptr,
-    down_scale_ptr,
-    K,
-    P,
-    GROUPS: gl.constexpr,
-    WIDTH: gl.constexpr,
-    ACROSS: gl.constexpr,
-    DOWN: gl.constexpr,
-    WARPS: gl.constexpr,
-):
-    """E8M0 scales from where `rows_kernel` left them to their places, in words of four; either pointer may be None.
-
-    along `[S, K / 128]`, ACROSS column tiles a program; down `[K, P / 128]`, DOWN row tiles. A store of a few bytes
-    costs the L2 cache more than one of a sector of 32: so tiles leave theirs side by side, and here they are turned.
-    """
-    gdc_wait()
-    column_tiles = gl.cdiv(K, 128)
-    along_programs = 0
-    if along_ptr is not None:
-        parts = gl.cdiv(column_tiles, ACROSS)
-        along_programs = P // 128 * parts
-        if gl.program_id(0) < along_programs:
-            first = gl.program_id(0) // parts * 128
-            tile = gl.program_id(0) % parts * ACROSS
-            top, end = _place(first, ends_ptr, None, GROUPS, WIDTH, WARPS)
-            words, r, t = _turned(
-                along_ptr + tile.to(gl.int64) * P + first, P, end - top, column_tiles - tile, ACROSS, WARPS
-            )
-            place = along_scale_ptr + (top.to(gl.int64) * column_tiles + tile) + (r * column_tiles + t)
-            gl.store(place, words, mask=(r < end - top) & (t < column_tiles - tile))
-    if down_ptr is not None:
-        number = gl.program_id(0) - along_programs
-        if number >= 0:
-            first = number % column_tiles * 128
-            tile = number // column_tiles * DOWN
-            used = gl.load(padded_ptr + GROUPS - 1) // 128 - tile
-            words, c, t = _turned(down_ptr + tile.to(gl.int64) * K + first, K, K - first, used, DOWN, WARPS)
-            place = down_scale_ptr + (first.to(gl.int64) * (P // 128) + tile) + (c * (P // 128) + t)
-            gl.store(place, words, mask=(c < K - first) & (t < used))
-
-
-@gluon.jit
-def _turned(ptr, stride, columns, lines, LINES: gl.constexpr, WARPS: gl.constexpr):
-    """(words, column, line) of `[LINES, 128]` at ptr, as far as there are such, a column's lines side by side."""
-    read: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
-    line = gl.arange(0, LINES, gl.SliceLayout(1, read))[:, None]
-    column = gl.arange(0, 128, gl.SliceLayout(0, read))[None, :]
-    words = gl.load(ptr + (line.to(gl.int64) * stride + column), mask=(line < lines) & (column < columns), other=0)
-    turned: gl.constexpr = gl.BlockedLayout([1, 1], [LINES, 32 // LINES], [1, WARPS], [0, 1])
-    line = gl.arange(0, LINES, gl.SliceLayout(1, turned))[:, None]
-    column = gl.arange(0, 128, gl.SliceLayout(0, turned))[None, :]
-    return gl.convert_layout(words, turned), column, line

@@ -17,6 +17,11 @@ TILES = 16  # that a program of `tiles_kernel` places
 AMAX_ROWS, AMAX_COLUMNS = 32, 512
 HOPPER_WARPS = 4  # of a program of `hopper_kernels.py`: 16 rows and 8 columns of a tile for each thread
 HOPPER_REGISTERS = 128  # of a thread of its `rows_kernel`: four programs on each multiprocessor
+HOPPER_SWIGLU_WARPS = 8  # of a program of `swiglu/hopper_kernels.py`: 16 rows and 4 columns for each thread
+HOPPER_SWIGLU_REGISTERS = (
+    80,
+    128,
+)  # of a thread, forward and backward: three programs and two, as shared memory has room
 
 
 def rows_grid(padded: int, k: int) -> int:
@@ -27,15 +32,6 @@ def rows_grid(padded: int, k: int) -> int:
 def weight_grid(groups: int, n: int, k: int) -> int:
     """Programs of `weight_kernel`: one a tile."""
     return groups * -(-n // ROWS) * -(-k // COLUMNS)
-
-
-def scales_grid(padded: int, k: int, rowwise: bool, columnwise: bool) -> tuple[int, dict[str, int]]:
-    """Programs of `hopper_kernels.scales_kernel`, and how many tiles across and down each takes."""
-    row_tiles, column_tiles = padded // ROWS, k // COLUMNS
-    across, down = min(max(group_width(column_tiles), 4), 16), 32
-    programs = row_tiles * -(-column_tiles // across) if rowwise else 0
-    programs += -(-row_tiles // down) * column_tiles if columnwise else 0
-    return programs, {"ACROSS": across, "DOWN": down}
 
 
 def amax_grid(matrices: int, rows: int, columns: int) -> int:
@@ -86,7 +82,7 @@ def constants(target: str, recipe: str, form: str, rounding: str, *, weight: boo
 
 
 def hopper_constants(groups: int) -> dict[str, int]:
-    """The constants that all of `hopper_kernels.py` share, and the warps of a program."""
+    """The constants of the Hopper kernels that search for their rows, and the warps of a program."""
     return {"GROUPS": groups, "WIDTH": max(group_width(groups), 32), "WARPS": HOPPER_WARPS, "num_warps": HOPPER_WARPS}
 
 
@@ -99,3 +95,10 @@ def hopper_format(recipe: str, form: str, rounding: str) -> dict[str, Any]:
         "ROUNDING": rounding,
         "maxnreg": HOPPER_REGISTERS,
     }
+
+
+def hopper_swiglu_constants(groups: int, recipe: str, form: str, rounding: str) -> dict[str, Any]:
+    """The constants of `swiglu/hopper_kernels.py`, and the warps of a program."""
+    constants = hopper_constants(groups) | hopper_format(recipe, form, rounding)
+    del constants["maxnreg"]
+    return constants | {"WARPS": HOPPER_SWIGLU_WARPS, "num_warps": HOPPER_SWIGLU_WARPS}

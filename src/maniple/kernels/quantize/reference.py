@@ -206,8 +206,8 @@ def groups(ends_G: torch.Tensor, slots: int) -> Iterator[tuple[int, int, int, in
 def empty_rows(
     x: torch.Tensor, slots: int, padded: int, recipe: str, dtype: torch.dtype, rowwise: bool, columnwise: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `rows` fills, unwritten. With `fp8_block`, neighbouring rows have their scales side by side, for GEMMs."""
-    k, block, e8m0 = x.shape[1], RECIPES[recipe].rows, RECIPES[recipe].e8m0
+    """What `rows` fills, unwritten. Block scales of neighbouring rows lie side by side: a tile's are whole sectors."""
+    k, block = x.shape[1], RECIPES[recipe].rows
 
     def pair(asked: bool, r: int, c: int) -> tuple[torch.Tensor, torch.Tensor]:
         if not asked:
@@ -215,10 +215,7 @@ def empty_rows(
         data = x.new_empty(r, c, dtype=dtype)
         if not block:
             return data, x.new_empty(1, 1, dtype=torch.float32)
-        wide = -(-c // block)
-        if e8m0:
-            return data, x.new_empty(r, wide, dtype=torch.uint8)
-        return data, x.new_empty(wide, r, dtype=torch.float32).t()
+        return data, x.new_empty(-(-c // block), r, dtype=torch.uint8 if RECIPES[recipe].e8m0 else torch.float32).t()
 
     return *pair(rowwise, slots, k), *pair(columnwise, k, padded)
 

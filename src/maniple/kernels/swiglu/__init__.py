@@ -1,7 +1,7 @@
 """SwiGLU with the routing weight folded in. `swiglu` is the public, differentiable function.
 
 An implementation is an object with the functions of `reference.py`: `forward` and `backward`. PyTorch knows them as
-`torch.ops.maniple.swiglu` and `swiglu_backward`.
+`torch.ops.maniple.swiglu` and `swiglu_backward`. `quantized.py` has what is between two quantized products.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Literal
 import torch
 
 from maniple.kernels import chips, custom_ops, registry
-from maniple.kernels.swiglu import reference
+from maniple.kernels.swiglu import quantized, reference
 
-__all__ = ["swiglu"]
+__all__ = ["quantized", "swiglu"]
 
 
 _triton = registry.LazyModule("maniple.kernels.swiglu.triton")

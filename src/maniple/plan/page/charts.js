@@ -47,12 +47,16 @@ function span(shares) {
 
 // --- tables, legends, tips -------------------------------------------------------------------------------------------
 
+// A row with fewer cells than headings ends in words that take the rest.
 function table(caption, headings, rows, { left = 1, marked = -1 } = {}) {
   const side = (index) => (index < left ? "" : "right");
   const head = make("tr", {}, ...headings.map((text, i) => make("th", { className: side(i), scope: "col" }, text)));
+  const cell = (row, text, i) => {
+    const rest = i === row.length - 1 ? headings.length - i : 1;
+    return make("td", { className: rest > 1 ? "" : side(i), colSpan: rest }, text);
+  };
   const body = rows.map((row, number) =>
-    make("tr", { className: number === marked ? "marked" : "" },
-      ...row.map((text, i) => make("td", { className: side(i) }, text))));
+    make("tr", { className: number === marked ? "marked" : "" }, ...row.map((text, i) => cell(row, text, i))));
   return make("table", { "aria-label": caption }, make("thead", {}, head), make("tbody", {}, ...body));
 }
 
@@ -138,7 +142,7 @@ function memoryChart(box, cell, capacity, gpu, whole) {
       sum += size;
     }
     if (bar > 10) {
-      const text = draw("text", { class: tight ? "strong total" : "total", x: x(sum) + 7, y: y + bar / 2 + 4 }, gib(sum, 1));
+      const text = draw("text", { class: tight ? "strong clear" : "clear", x: x(sum) + 7, y: y + bar / 2 + 4 }, gib(sum, 1));
       group.append(text);
     }
     const parts = Object.entries(rank.bytes).map(([kind, size]) => `${kind} ${gib(size)}`).join("\n");
@@ -223,12 +227,13 @@ function scalingChart(box, curves, bend) {
       svg.append(tipped(cross, `${point.kind} scaling, ${number(point.gpus)} GPUs: cannot run\n${point.why}`));
     });
     const [point, index] = run.at(-1);
-    ends.push({ at: y(point.efficiency), x: x(index), color, text: `${points[0].kind} ${percent(point.efficiency)}` });
+    const early = index < last; // the other curve may go on: the name stands above it, not in it
+    ends.push({ at: y(point.efficiency) - (early ? 13 : 0), x: x(index) + (early ? 4 : 12), color, text: `${points[0].kind} ${percent(point.efficiency)}` });
   }
   ends.sort((one, other) => one.at - other.at);
-  if (ends.length > 1 && ends[1].at - ends[0].at < 15) ends[1].at = ends[0].at + 15;
+  if (ends.length > 1 && ends[0].x === ends[1].x && ends[1].at - ends[0].at < 15) ends[1].at = ends[0].at + 15;
   for (const end of ends) {
-    const text = draw("text", { class: "strong", x: end.x + 12, y: end.at + 4 }, end.text);
+    const text = draw("text", { class: "strong clear", x: end.x, y: end.at + 4 }, end.text);
     text.style.fill = end.color;
     svg.append(text);
   }

@@ -24,17 +24,19 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """`F.scaled_dot_product_attention` as flash or memory-efficient attention, by what torch's own kernels take. With
-    grouped keys and a mask (or fp32, or another value size) it keeps its scores, as torch does without cuDNN."""
+    """`F.scaled_dot_product_attention` as flash, cuDNN's or memory-efficient attention, by what torch's kernels take on
+    sm_90 and sm_100. Grouped keys are repeated in fp32 alone, as `fused_attention` of the engine does there."""
     heads = {t.shape[-1] for t in (query, key, value)}
     if attn_mask is None and query.dtype in _HALVES and len(heads) == 1 and max(heads) <= 256:
         return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[
             0
         ]
+    if enable_gqa and query.dtype in _HALVES:
+        return torch.ops.aten._scaled_dot_product_cudnn_attention(
+            query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale
+        )[0]
     if enable_gqa:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True
-        )
+        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
     if attn_mask is not None:
         attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
     return torch.ops.aten._scaled_dot_product_efficient_attention(

@@ -49,6 +49,13 @@ class StorageMeter(TorchDispatchMode):
         del self._known[key]
         self.live -= size
 
+    def leave_out(self, tensors: list[torch.Tensor]) -> None:
+        """These are in another memory, though they were made here: they count no more, and the peak begins anew."""
+        for storage in {storage._cdata: storage for storage in _storages(tensors)}.values():
+            if self._known.pop(storage._cdata, None) is not None:
+                self.live -= -(-storage.nbytes() // self.rounding) * self.rounding
+        self.reset_peak()
+
     def reset_peak(self) -> None:
         self.peak = self.live
 

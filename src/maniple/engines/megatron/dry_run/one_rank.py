@@ -27,7 +27,7 @@ from maniple.engines.megatron.dry_run.kept import Kept, OwnedMeter, table, watch
 from maniple.engines.megatron.dry_run.meta import META, stand_in
 from maniple.engines.megatron.dry_run.passes import CannotRepeat, remembered
 from maniple.engines.megatron.dry_run.program import Program
-from maniple.engines.megatron.optimizer import allocate, build_optimizer
+from maniple.engines.megatron.optimizer import allocate, build_optimizer, in_host_memory
 from maniple.errors import UserError
 from maniple.hardware.units import binary_size
 from maniple.models.card import ModelCard
@@ -36,6 +36,8 @@ from maniple.models.card import ModelCard
 @dataclass(frozen=True)
 class DryRun:
     """What one rank's step takes. Bytes as an allocator that rounds to 512 would count them.
+
+    optimizer_bytes: on the device; host_bytes: of its states in host memory.
 
     kept: what the forward pass of one micro-batch leaves for its backward pass, by layer and module, all model chunks
     one after the other; empty with `moe.overlap_exchange`. tokens: of a micro-batch on this rank.
@@ -51,6 +53,7 @@ class DryRun:
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
+    host_bytes: int
     peak_bytes: int
     micro_batches_run: int
     micro_batches_a_step: int
@@ -86,6 +89,8 @@ def trace(job: TrainConfig, card: ModelCard, rank: int, world_size: int) -> DryR
         static = meter.live
         optimizer, _ = build_optimizer(chunks, job)
         allocate(optimizer)
+        if away := in_host_memory(optimizer):
+            meter.leave_out(away)
         optimizer_bytes = meter.live - static
         step.connect(chunks, optimizer, job)
         a_step = step.micro_batches(job)
@@ -107,6 +112,7 @@ def trace(job: TrainConfig, card: ModelCard, rank: int, world_size: int) -> DryR
         parameter_bytes=static - gradient_bytes,
         gradient_bytes=gradient_bytes,
         optimizer_bytes=optimizer_bytes,
+        host_bytes=sum(tensor.nbytes for tensor in away),
         peak_bytes=peak,
         micro_batches_run=run,
         micro_batches_a_step=a_step,
@@ -190,6 +196,8 @@ def _batches(job: TrainConfig, chunks: list) -> list[Iterator[step.Batch]]:
     shape = (job.train.micro_batch_size, job.data.sequence_length)
     ids_BS = torch.zeros(shape, dtype=torch.int64)
     batch = {"tokens": ids_BS, "labels": ids_BS, "position_ids": ids_BS, "loss_mask": torch.ones(shape)}
+    if not job.data.attend_across_documents:
+        batch["documents"] = ids_BS.int()
     return [itertools.repeat(batch) for _ in chunks]
 
 
@@ -227,6 +235,7 @@ def run(job: TrainConfig, card: ModelCard, rank: int, world_size: int, *, as_jso
         ("parameter memory", result.parameter_bytes),
         ("gradient memory", result.gradient_bytes),
         ("optimizer memory", result.optimizer_bytes),
+        *([("the same in host memory", result.host_bytes)] if result.host_bytes else []),
         ("activations and temporaries at the peak", result.activation_bytes),
         ("traced peak", result.peak_bytes),
     ):
