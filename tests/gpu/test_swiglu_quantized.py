@@ -101,8 +101,8 @@ def test_experts_compute_the_same(monkeypatch, recompute):
     grad_SD = torch.randn(used + 70, d, device="cuda", generator=g).bfloat16()
     found = []
     for fused in (True, False):
-        if not fused:
-            monkeypatch.setattr(low_precision_swiglu, "_fused", lambda *operands: None)
+        chosen = "hopper" if fused else None
+        monkeypatch.setattr(low_precision_swiglu, "_fused", lambda *operands, chosen=chosen: chosen)
         rows_SD, w13, w2 = leaves
         out_SD = expert_mlp(rows_SD, probs_S, ends_G, w13, w2, recipe="fp8_block", recompute=recompute)
         grads = torch.autograd.grad(out_SD, (rows_SD, w13, w2, probs_S), grad_SD)
