@@ -167,9 +167,9 @@ def _run(line: int, row: dict[str, str]) -> Run:
         "imbalance": Imbalance() if natural else BALANCED,
         "graphs": graphs,
         "recompute_modules": tuple(modules),
-        "schedule": "zb-h1" if row["overlap/dispatcher"] == "zero-bubble" else None,
+        "schedule": {"zero-bubble": "zb-h1", "zbv": "zbv"}.get(row["overlap/dispatcher"]),
     }
-    if row["overlap/dispatcher"] in ("v-half", "zbv"):
+    if row["overlap/dispatcher"] == "v-half":
         raise _LeftOutError(f"schedule {row['overlap/dispatcher']}: chunks placed as a V, which no layout here is")
     words = " ".join(f"{key}{value}" for key, value in {**sizes, "vpp": chunks}.items() if value > 1)
     return Run(

@@ -105,7 +105,18 @@ def test_imbalance_in_words():
             Imbalance.parse(text)
 
 
-@pytest.mark.parametrize(("kind", "parameter"), [("factor", 0.9), ("dirichlet", 0.0), ("lognormal", -1.0)])
+@pytest.mark.parametrize(
+    ("kind", "parameter"),
+    [
+        ("factor", 0.9),
+        ("dirichlet", 0.0),
+        ("lognormal", -1.0),
+        ("dirichlet", 1e-5),
+        ("dirichlet", 1e308),
+        ("lognormal", 300.0),
+    ],
+)
 def test_impossible_imbalance_is_refused(kind, parameter):
+    """Or one that fp64 cannot draw."""
     with pytest.raises(UserError, match=f"imbalance {kind} takes a parameter"):
         Imbalance(kind, parameter)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import html.parser
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -294,6 +296,17 @@ def test_a_file_that_cannot_be_written_is_a_line(report, tmp_path, monkeypatch):
     monkeypatch.setattr(html_report, "data_of", lambda *_: report.data)
     with pytest.raises(UserError, match=r"^--report .*: File name too long$"):
         html_report.write(asked(*SMALL), tmp_path / ("x" * 300))
+
+
+def test_a_page_is_there_whole_or_not_at_all(report, tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(html_report, "data_of", lambda *_: report.data)
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=r"^--report .*: No space left on device$"):
+        html_report.write(asked(*SMALL), tmp_path / "page.html")
+    assert not list(tmp_path.iterdir())
 
 
 def test_without_a_report_nothing_of_it_is_loaded():

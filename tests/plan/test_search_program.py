@@ -223,7 +223,7 @@ def test_what_cannot_fit_is_said():
     found = search(config, card, costing.gpu.model_copy(update={"memory_gb": 14}), 4)
     assert found.best is None
     assert found.programs.tried.fits == ()
-    (said,) = (line for line in search_report.explanation(found) if line.startswith("nor does another cut: "))
+    (said,) = (line for line in search_report.explanation(found) if line.startswith("nor does another cut of layers: "))
     assert f" of {found.programs.tried.shapes:,} shapes are too large by states alone" in said
 
 

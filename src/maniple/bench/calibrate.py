@@ -3,7 +3,6 @@ card's figures."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from maniple.hardware import load_gpu, lookup
 from maniple.hardware.calibration import MOST, PASSES, RECIPES, Calibration, Measurement, peak
 from maniple.kernels import sources
 from maniple.plan import operators
+from maniple.plan.whole_file import write_new
 
 ROUNDS, QUICK_ROUNDS, CPU_ROUNDS = 20, 7, 2
 _DRIVERS = "/proc/driver/nvidia/version", "/sys/module/amdgpu/version"
@@ -140,27 +140,20 @@ def _driver() -> str | None:
 
 def refuse_to_replace(file: Path) -> None:
     """Raises UserError, before anything is measured, where the file could not be written."""
-    if file.exists():
-        raise UserError(f"--out {file}: it exists already: give another name, or remove it")
-    if not file.absolute().parent.is_dir():
-        raise UserError(f"--out {file}: there is no folder {file.parent}; make it first")
+    try:
+        if file.exists():
+            raise UserError(f"--out {file}: it exists already: give another name, or remove it")
+        if not file.absolute().parent.is_dir():
+            raise UserError(f"--out {file}: there is no folder {file.parent}; make it first")
+    except OSError as error:  # a name that no file can have
+        raise UserError(f"--out {file}: {error.strerror}") from None
 
 
 def write(calibration: Calibration, file: Path) -> None:
     """Writes it whole or not at all, and over nothing. Raises UserError if it cannot."""
     head = f"# {calibration.provenance}; for `maniple plan ... --calibration`\n"
     text = head + yaml.safe_dump(calibration.model_dump(mode="json"), sort_keys=False, width=120, allow_unicode=True)
-    fresh = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        with open(fresh, "w", encoding="utf-8") as out:
-            out.write(text)
-            out.flush()
-            os.fsync(out.fileno())
-        os.link(fresh, file)  # unlike a rename it fails where something is
-    except OSError as error:
-        raise UserError(f"--out {file}: {error.strerror}") from None
-    finally:
-        fresh.unlink(missing_ok=True)
+    write_new("--out", file, text)
 
 
 HEADINGS = ["operation", "attained", "of the peak", "the card has", "ms", "measured with"]

@@ -48,7 +48,10 @@ def print_table(headings: list[str], lines: list[list[str]], numbers: Iterable[i
 
 def check_target(option: str, file: Path) -> None:
     """Raises UserError if what `option` asks for cannot be written to `file`: something is there, or no folder is."""
-    if file.exists():
-        raise UserError(f"{option} {file}: it exists already: give another name")
-    if not file.absolute().parent.is_dir():
-        raise UserError(f"{option} {file}: there is no folder {file.parent}")
+    try:
+        if file.exists():
+            raise UserError(f"{option} {file}: it exists already: give another name")
+        if not file.absolute().parent.is_dir():
+            raise UserError(f"{option} {file}: there is no folder {file.parent}")
+    except OSError as error:  # a name that no file can have
+        raise UserError(f"{option} {file}: {error.strerror}") from None

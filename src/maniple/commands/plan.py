@@ -151,11 +151,12 @@ def job(
 
 
 def gpu_named(name: str, count: int = 1, calibration: Path | None = None):
-    """A card by its name, or by a beginning that only one has, of which a job has `count`; with a calibration of it."""
+    """A card by its name, or by its first words where only one has them (`h200`, but not `h20`: another GPU), of which
+    a job has `count`; with a calibration of it."""
     from maniple.hardware import list_gpus, load_gpu, with_calibration
 
-    meant = [known for known in list_gpus() if known.startswith(name.lower())]
-    card = load_gpu(meant[0] if name and len(meant) == 1 else name)
+    meant = [known for known in list_gpus() if known.startswith(f"{name.lower()}-")]
+    card = load_gpu(meant[0] if len(meant) == 1 and name not in list_gpus() else name)
     if count < 1:
         raise UserError(f"--gpus {count}: a job has at least one GPU")
     return card if calibration is None else with_calibration(card, calibration)

@@ -21,7 +21,6 @@ from typing import Any
 
 import maniple
 from maniple.config.schema import TrainConfig
-from maniple.errors import UserError
 from maniple.hardware.card import GPU
 from maniple.models.card import ModelCard
 from maniple.plan import report, scaling, time_report, what_if
@@ -29,6 +28,7 @@ from maniple.plan.imbalance import Imbalance
 from maniple.plan.simulator import StageCost
 from maniple.plan.stage_time import stage_time
 from maniple.plan.time import make_job, simulated_step
+from maniple.plan.whole_file import write_new
 
 SCALES = 8  # times as many GPUs are the most that scaling looks at
 MOST_SPANS = 24_000  # passes of a drawn pipeline; of longer steps the first micro-batches are simulated alone
@@ -63,11 +63,7 @@ def write(asked: Asked, file: Path) -> None:
     Raises UserError if the file cannot be written; one that is there stays.
     """
     text = page(data_of(asked, _said_on_stderr()))
-    try:
-        with file.open("x", encoding="utf-8") as out:
-            out.write(text)
-    except OSError as error:
-        raise UserError(f"--report {file}: {error.strerror}") from None
+    write_new("--report", file, text)
     print(f"maniple: {file}: the report, {len(text.encode()) / 1e6:.1f} MB", file=sys.stderr)
 
 
@@ -150,7 +146,7 @@ def _cell(asked: Asked, cell: what_if.Cell) -> dict[str, Any]:
             (part.replace("_", " "), seconds, _FAMILIES.get(part, "compute"))
             for part, seconds in time.components.items()
         ],
-        "notes": time_report.notes(time),
+        "notes": [*time_report.notes(time), *filter(None, [report.host_line(plan)])],
     }
 
 

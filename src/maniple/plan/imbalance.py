@@ -14,6 +14,13 @@ from typing import Literal, cast, get_args
 from maniple.errors import UserError
 
 Kind = Literal["balanced", "factor", "dirichlet", "lognormal"]
+# What a parameter may be: past these one expert has every token, or all have as many, and fp64 cannot draw the rest.
+_BOUNDS: dict[str, tuple[float, float]] = {
+    "balanced": (0.0, float("inf")),
+    "factor": (1.0, 1e9),
+    "dirichlet": (1e-3, 1e9),
+    "lognormal": (0.0, 30.0),
+}
 
 
 @dataclass(frozen=True)
@@ -26,11 +33,10 @@ class Imbalance:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        least = 1.0 if self.kind == "factor" else 0.0
-        # not `<`: it is false of NaN
-        if not least <= self.parameter < float("inf") or (self.kind == "dirichlet" and self.parameter == 0):
-            bound = f"{least:g} or more" if least else "0 or more" if self.kind == "lognormal" else "more than 0"
-            raise UserError(f"imbalance {self.kind} takes a parameter of {bound}, not {self.parameter:g}")
+        least, most = _BOUNDS[self.kind]
+        if not least <= self.parameter <= most:  # not `<`: it is false of NaN
+            bound = f"from {least:g} to {most:g}" if most < float("inf") else f"of {least:g} or more"
+            raise UserError(f"imbalance {self.kind} takes a parameter {bound}, not {self.parameter:g}")
 
     @classmethod
     def parse(cls, text: str) -> Imbalance:

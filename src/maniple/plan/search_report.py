@@ -16,6 +16,7 @@ from maniple.models.counting import count
 from maniple.plan import states
 from maniple.plan.report import kinds_of
 from maniple.plan.search import ILLEGAL, Costed, Found
+from maniple.plan.whole_file import write_new
 
 HEADINGS = [
     *("TP", "PP", "chunks", "EP", "DP", "micro-batch", "recompute", "seconds", "TGS", "MFU", "GiB", "of GPU"),
@@ -250,8 +251,8 @@ def _too_large(found: Found) -> list[str]:
     if programs is not None:
         tried = programs.tried
         lines.append(
-            f"nor does another cut: {tried.too_large:,} of {tried.shapes:,} shapes are too large by states alone, and "
-            f"{tried.infeasible:,} of {tried.relaxed:,} others by their relaxed integer program"
+            f"nor does another cut of layers: {tried.too_large:,} of {tried.shapes:,} shapes are too large by states "
+            f"alone, and {tried.infeasible:,} of {tried.relaxed:,} others by their relaxed integer program"
             + _missing(programs.missing, missing)
         )
     config = nearest.config
@@ -263,6 +264,11 @@ def _too_large(found: Found) -> list[str]:
             f"one copy of weights, gradients and optimizer states, {each:g} bytes a parameter, is {binary_size(one)}: "
             f"at least {enough:,} GPUs"
         )
+    context, cut = config.parallel.context_parallel_size, config.parallel.expert_tensor_parallel_size
+    lines.append(
+        f"CP {context} and ETP {cut} stay as the job has them: where long sequences are too much, try "
+        f"--set parallel.context_parallel_size={2 * context}"
+    )
     if config.optimizer.offload_fraction < 1:
         more = sum(nearest.memory.states[kind] for kind in states.hosted(config))
         lines.append(f"optimizer.offload_fraction=1 would keep {binary_size(more)} of these in host memory")
@@ -286,11 +292,7 @@ def write_job(found: Found, file: Path, command: str) -> None:
     text = f"# Found by `{command}`: planned {_speed(found.best)}.\n" + yaml.safe_dump(
         job_of(found.best), sort_keys=False, width=120, allow_unicode=True
     )
-    try:
-        with file.open("x", encoding="utf-8") as out:
-            out.write(text)
-    except OSError as error:
-        raise UserError(f"--write {file}: {error.strerror}") from None
+    write_new("--write", file, text)
 
 
 def job_of(costed: Costed) -> dict[str, Any]:

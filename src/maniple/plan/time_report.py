@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from maniple.config.schema import TrainConfig
-from maniple.errors import UserError
 from maniple.hardware.card import GPU
 from maniple.models.card import ModelCard
 from maniple.plan.imbalance import Imbalance
 from maniple.plan.time import StepTime, make_job, simulated_step
-from maniple.plan.timeline import write_trace
+from maniple.plan.timeline import trace_events
+from maniple.plan.whole_file import write_new
 
 HEADINGS = ["step", "seconds", "share"]
 _MOST_PASSES = 8  # micro-batches of a timeline for each pipeline rank: more of them look alike
@@ -61,8 +62,5 @@ def write_timeline(
     """
     job = make_job(config, card, gpu, world_size, imbalance=imbalance)
     number = min(job.place.micro_batches, _MOST_PASSES * job.place.pipeline)
-    try:
-        write_trace(simulated_step(job, schedule, number), file)
-    except OSError as error:
-        raise UserError(f"--pipeline-trace {file}: {error.strerror}") from None
+    write_new("--pipeline-trace", file, json.dumps(trace_events(simulated_step(job, schedule, number))))
     return number

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 from maniple.plan.schedules import Slot
 from maniple.plan.simulator import Simulation
 
@@ -38,11 +35,6 @@ def trace_events(simulation: Simulation) -> dict:
             args = {f"chunk {chunk}": number for chunk, number in enumerate(held)}
             events.append({"ph": "C", "pid": 0, "ts": time * 1e6, "name": f"in flight, rank {rank}", "args": args})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def write_trace(simulation: Simulation, file: Path) -> None:
-    """Writes the trace to a file, over what may be there."""
-    file.write_text(json.dumps(trace_events(simulation)), encoding="utf-8")
 
 
 def _category(slot: Slot) -> str:
