@@ -19,6 +19,7 @@ from maniple.plan import search_report, search_space
 from maniple.plan.imbalance import Imbalance
 from maniple.plan.search import _Costing, legal_layouts, search
 from maniple.plan.search_bounds import Bounds
+from maniple.plan.search_context import search_contexts
 from maniple.plan.time import make_job
 
 
@@ -172,6 +173,29 @@ def test_held_keys_stay():
     assert found.best.layout.tensor == 2
     assert found.best.layout.micro_batch == config.train.micro_batch_size
     assert found.best.config.recompute == config.recompute
+
+
+def test_long_sequences_are_cut_until_that_is_slower():
+    job = "qwen3-30b-a3b", "model.overrides={num_layers: 8}", "train.global_batch_size=8", "train.loss=fused"
+    config, card = _job(*job, f"data.sequence_length={2**18}")
+    gpu = _gpu("h200-sxm", 20)
+    best, found = search_contexts(config, card, gpu, 16)
+    seconds = {size: one.best and one.best.time.seconds for size, one in found.items()}
+    assert seconds[1] is None  # does not fit
+    fastest = min((time, size) for size, time in seconds.items() if time)[1]
+    assert best is found[fastest]
+    assert best.best.where.context == fastest > 1
+    assert search_report.settings(best.best)["parallel.context_parallel_size"] == fastest
+    (line,) = search_report.of_contexts(found)
+    assert line.startswith("context parallelism: CP 1 does not fit (")
+    assert f"CP {fastest} {seconds[fastest]:.3g} s" in line
+    assert list(search_contexts(config, card, gpu, 16, held=["parallel.context_parallel_size"])[1]) == [1]
+
+
+def test_context_parallelism_is_not_tried_for_nothing():
+    config, card = _job("qwen3-30b-a3b", "train.global_batch_size=512")
+    for gpus in (2, 64):  # states alone are too much; all fits
+        assert list(search_contexts(config, card, load_gpu("h200-sxm"), gpus)[1]) == [1]
 
 
 def test_a_held_layout_of_stages_says_the_chunks():

@@ -82,10 +82,10 @@ def search(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the fastest layout that fits: TP, PP, chunks and stages, EP, micro-batches, recomputation."""
+    """Find the fastest layout that fits: TP, PP, chunks, stages, EP, micro-batches, recomputation, CP if long."""
     from maniple.plan import search_report
     from maniple.plan.imbalance import Imbalance
-    from maniple.plan.search import search as find
+    from maniple.plan.search_context import search_contexts
 
     uneven = Imbalance.parse(imbalance)
     card_of_gpu = gpu_named(gpu, gpus, calibration)
@@ -93,9 +93,10 @@ def search(
         check_target("--write", write)
     asked = job_to_plan(model, config, set_ or [], gpus, global_batch_size, sequence_length)
     job, card, assumed = asked.config, asked.card, asked.assumed
-    found = find(job, card, card_of_gpu, gpus, held=asked.held, imbalance=uneven)
+    found, contexts = search_contexts(job, card, card_of_gpu, gpus, held=asked.held, imbalance=uneven)
     if as_json:
-        print(json.dumps(search_report.as_json(found) | {"assumed": assumed}, indent=2))
+        said = search_report.as_json(found) | {"contexts": search_report.contexts_as_json(contexts)}
+        print(json.dumps(said | {"assumed": assumed}, indent=2))
     else:
         print(
             f"{card.name} on {gpus:,} x {card_of_gpu.name}, {job.train.global_batch_size:,} x "
@@ -108,7 +109,7 @@ def search(
             print()
             print_table(search_report.HEADINGS, search_report.rows(found), numbers=[0, 1, 2, 3, 4, 5, *range(7, 12)])
             print()
-        for line in search_report.explanation(found):
+        for line in [*search_report.explanation(found), *search_report.of_contexts(contexts)]:
             print(line)
     if write is not None:
         words = ["maniple", "plan", "search", model, "--gpus", str(gpus), "--gpu", gpu]

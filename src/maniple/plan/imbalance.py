@@ -7,6 +7,7 @@ runs of Qwen3-235B (Megatron-MoE-ModelZoo, 65k and 131k tokens) lost 13 and 8 % 
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal, cast, get_args
@@ -17,7 +18,7 @@ Kind = Literal["balanced", "factor", "dirichlet", "lognormal"]
 # What a parameter may be: past these one expert has every token, or all have as many, and fp64 cannot draw the rest.
 _BOUNDS: dict[str, tuple[float, float]] = {
     "balanced": (0.0, float("inf")),
-    "factor": (1.0, 1e9),
+    "factor": (1.0, sys.float_info.max),
     "dirichlet": (1e-3, 1e9),
     "lognormal": (0.0, 30.0),
 }
@@ -35,7 +36,7 @@ class Imbalance:
     def __post_init__(self) -> None:
         least, most = _BOUNDS[self.kind]
         if not least <= self.parameter <= most:  # not `<`: it is false of NaN
-            bound = f"from {least:g} to {most:g}" if most < float("inf") else f"of {least:g} or more"
+            bound = f"from {least:g} to {most:g}" if most < 1e10 else f"of {least:g} or more"
             raise UserError(f"imbalance {self.kind} takes a parameter {bound}, not {self.parameter:g}")
 
     @classmethod

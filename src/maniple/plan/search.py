@@ -114,7 +114,8 @@ def search(
 ) -> Found:
     """The best layout of `config` on `world_size` GPUs: TP, PP, chunks and stages, EP, micro-batch, recomputation.
 
-    held: dotted keys of these that stay as the job has them (`parallel.tensor_parallel_size`); CP and ETP always do.
+    held: dotted keys of these that stay as the job has them (`parallel.tensor_parallel_size`); CP (but see
+    `search_context`) and ETP always do.
     refine: if best or second compute whole layers again, then the fewest of each rank that fit (`search_recompute`),
     where that is a hundredth faster. program: then stages of any sizes and recomputed layers one by one, by integer
     programs (`search_stages`), where their layouts are faster. overlap: then `moe.overlap_exchange`, for layouts that

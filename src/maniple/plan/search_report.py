@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +152,26 @@ def explanation(found: Found) -> list[str]:
     return lines
 
 
+def of_contexts(found: Mapping[int, Found]) -> list[str]:
+    """What the search found at each size of context parallelism, where it tried several."""
+    if len(found) < 2:
+        return []
+    each = []
+    for size, one in found.items():
+        if one.best is not None:
+            each.append(f"CP {size} {one.best.time.seconds:.3g} s")
+        else:
+            each.append(
+                f"CP {size} does not fit" + (f" ({binary_size(one.nearest.memory.total)})" if one.nearest else "")
+            )
+    return ["context parallelism: " + ", ".join(each)]
+
+
+def contexts_as_json(found: Mapping[int, Found]) -> dict[str, Any]:
+    """By size: seconds a step of the best layout, None where nothing fits."""
+    return {str(size): one.best and one.best.time.seconds for size, one in found.items()}
+
+
 def said(one: Costed) -> str:
     """`TP 1, PP 8 x 3, EP 8, DP 32, micro-batch 1, recompute moe_act`."""
     layout = one.layout
@@ -264,11 +284,6 @@ def _too_large(found: Found) -> list[str]:
             f"one copy of weights, gradients and optimizer states, {each:g} bytes a parameter, is {binary_size(one)}: "
             f"at least {enough:,} GPUs"
         )
-    context, cut = config.parallel.context_parallel_size, config.parallel.expert_tensor_parallel_size
-    lines.append(
-        f"CP {context} and ETP {cut} stay as the job has them: where long sequences are too much, try "
-        f"--set parallel.context_parallel_size={2 * context}"
-    )
     if config.optimizer.offload_fraction < 1:
         more = sum(nearest.memory.states[kind] for kind in states.hosted(config))
         lines.append(f"optimizer.offload_fraction=1 would keep {binary_size(more)} of these in host memory")
