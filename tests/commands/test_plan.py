@@ -101,6 +101,10 @@ def test_emulated_mxfp8_keeps_no_copies(capsys):
     [
         (["deepseek-v4", "--gpus", "8", "--gpu", "h200"], "no model card is named 'deepseek-v4': did you mean"),
         (["qwen3-30b-a3b", "--gpus", "8", "--gpu", "h250"], "no GPU card is named 'h250': did you mean"),
+        (
+            ["qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200", "--trace-rank", "8"],
+            "--trace-rank 8: the job's ranks are 0 to 7",
+        ),
         (["qwen3-30b-a3b", "--gpus", "8", "--gpu", "h20"], "no GPU card is named 'h20': did you mean"),
         (["qwen3-30b-a3b", "--gpus", "8", "--gpu", ""], "no GPU card is named ''"),
         (["qwen3-30b-a3b", "--gpus", "0", "--gpu", "h200"], "--gpus 0: a job has at least one GPU"),

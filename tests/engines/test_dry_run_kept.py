@@ -89,6 +89,21 @@ def test_every_layer_is_named_once_and_the_sum_is_below_the_peak(report):
         assert all(part.bytes == sum(part.operations.values()) for part in run.kept)
     numbers = {part.layer for part in report["runs"]["none"].kept}
     assert numbers == {None, 0, 1, 2}  # MTP last
+
+
+def test_what_is_there_at_the_peak_is_all_of_it_by_module(report):
+    for name, run in report["runs"].items():
+        states = run.parameter_bytes + run.gradient_bytes + run.optimizer_bytes
+        assert run.peak_bytes == max(run.peaks.values())
+        assert run.peaks[run.phase] == run.peak_bytes, name
+        assert {"forward", "backward"} <= set(run.peaks)
+        assert states + sum(run.at_peak.values()) == pytest.approx(run.peak_bytes, abs=512 * 100)
+        assert list(run.at_peak.values()) == sorted(run.at_peak.values(), reverse=True)
+    parts = report["runs"]["none"].at_peak
+    assert parts["mlp.experts"] > report["runs"]["moe_act"].at_peak["mlp.experts"]
+
+
+def test_the_last_stage_has_its_own_layers(report):
     assert {part.layer for part in report["runs"]["last stage"].kept} == {None, 2}
 
 

@@ -54,6 +54,9 @@ def job(
     ] = False,
     imbalance: Load = "dirichlet:8",
     calibration: Measured = None,
+    trace_rank: Annotated[
+        list[int] | None, typer.Option(metavar="RANK", help="the same of this rank of the job; may be repeated")
+    ] = None,
     pipeline_trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="write the simulated pipeline there, for Perfetto or Chrome")
     ] = None,
@@ -81,7 +84,7 @@ def job(
     from maniple.plan.time import estimate
 
     simulated = schedule in SPLIT
-    for option, asked_for in (("--trace", trace), ("--report", report_ is not None)):
+    for option, asked_for in (("--trace", trace or bool(trace_rank)), ("--report", report_ is not None)):
         if simulated and asked_for:
             raise UserError(f"--schedule {schedule} is simulated only, and {option} is of the engine's: leave one out")
     uneven = Imbalance.parse(imbalance)
@@ -97,7 +100,8 @@ def job(
     card = resolve_card(config_)
     plan = report.memory_plan(config_, card, card_of_gpu, gpus, uneven, schedule)
     time = estimate(config_, card, card_of_gpu, gpus, imbalance=uneven, schedule=schedule)
-    traced = _traced(plan) if trace else None
+    ranks: list[int | None] = [*(trace_rank or [])] or ([None] if trace else [])
+    traced = [_traced(plan, rank) for rank in ranks]
     if pipeline_trace is not None:
         number = time_report.write_timeline(
             config_, card, card_of_gpu, gpus, pipeline_trace, imbalance=uneven, schedule=schedule
@@ -117,7 +121,7 @@ def job(
         said = report.as_json(plan) | {"time": time_report.as_json(time), "assumed": assumed}
         said |= {"advice": advice(plan, uneven, schedule)}
         said |= {"simulated_only": True} if simulated else {}
-        print(json.dumps(said | ({"trace": traced} if traced else {}), indent=2))
+        print(json.dumps(said | ({"trace": traced[0], "traces": traced} if traced else {}), indent=2))
         return
     where = plan.placement
     print(
@@ -133,10 +137,11 @@ def job(
     print()
     print_table([f"rank {plan.tightest.rank}", "", unit], report.component_rows(plan), numbers=[2])
     print()
-    if traced:
+    for one in traced:
         print(
-            f"trace of rank {traced['rank']}, evenly loaded: {binary_size(traced['peak'])} of tensors, by formula "
-            f"{binary_size(traced['formula'])} ({traced['difference']:+.1%})"
+            f"trace of rank {one['rank']}, evenly loaded: {binary_size(one['peak'])} of tensors in {one['phase']}, by "
+            f"formula {binary_size(one['formula'])} ({one['difference']:+.1%}); there then, beside the states: "
+            + ", ".join(f"{module} {binary_size(size)}" for module, size in list(one["at_peak"].items())[:_PARTS])
         )
     print_table(time_report.HEADINGS, time_report.rows(time), numbers=[1, 2])
     for note in time_report.notes(time):
@@ -197,20 +202,25 @@ def _with_batch(loaded, gpus: int) -> tuple[Any, dict[str, Any]]:
     return config.model_copy(update={"data": data, "train": train}), assumed
 
 
+_PARTS = 4  # modules that a line names
 _SEQUENCE = 4096
 _PASSES = 4  # micro-batches for each pipeline rank: enough to fill it
 
 
-def _traced(plan) -> dict[str, Any]:
-    """A dry run of the tightest rank, beside what the formulas say of tensors there."""
+def _traced(plan, rank: int | None) -> dict[str, Any]:
+    """A dry run of a rank, None: the tightest, beside what the formulas say of tensors there."""
     from maniple.plan import memory
     from maniple.plan.imbalance import BALANCED
     from maniple.plan.profile import DRY_RUN
 
-    where, place_in_pipeline = plan.placement, plan.tightest.rank
+    where = plan.placement
     # ranks are numbered tensor first, then context, ..., the pipeline last
-    context_rank = min(1, where.context - 1)
-    rank = place_in_pipeline * (where.world_size // where.pipeline) + context_rank * where.tensor
+    a_stage = where.world_size // where.pipeline
+    if rank is None:
+        rank = plan.tightest.rank * a_stage + min(1, where.context - 1) * where.tensor
+    if not 0 <= rank < where.world_size:
+        raise UserError(f"--trace-rank {rank}: the job's ranks are 0 to {where.world_size - 1}")
+    place_in_pipeline, context_rank = rank // a_stage, rank // where.tensor % where.context
     print(f"maniple: dry run of rank {rank}; with many layers it takes minutes", file=sys.stderr, flush=True)
     from maniple.engines.megatron.dry_run import one_rank
 
@@ -224,6 +234,9 @@ def _traced(plan) -> dict[str, Any]:
         "peak": result.peak_bytes,
         "formula": expected,
         "difference": expected / result.peak_bytes - 1,
+        "phase": result.phase,
+        "peaks": result.peaks,
+        "at_peak": result.at_peak,
         "parameters": result.parameters,
         "seconds": result.seconds,
     }

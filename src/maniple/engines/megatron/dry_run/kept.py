@@ -1,13 +1,15 @@
-"""What the forward pass of one micro-batch leaves in memory for its backward pass, by layer and module.
+"""What the forward pass of one micro-batch leaves in memory for its backward pass, and what is there at the fullest
+moment of a step, by layer and module.
 
-A tensor counts for the module that made it and if it is still there when the forward pass of its model chunk is over,
-whoever keeps it: saved for a gradient, held by a recipe of recomputation, or an index of the exchange.
+A tensor counts for the module that made it. It is kept if it is still there when the forward pass of its model chunk is
+over, whoever keeps it: saved for a gradient, held by a recipe of recomputation, or an index of the exchange. What no
+module's forward made, gradients above all, counts for the pass in which it was made.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +21,7 @@ from maniple.engines.megatron.dry_run.memory import StorageMeter
 from maniple.engines.megatron.model import unwrap
 from maniple.engines.megatron.recompute import Layer, spans
 from maniple.hardware.units import binary_size
+from maniple.metrics import pulse
 
 _DEEPEST = 2  # names of a module's path in its layer
 
@@ -34,17 +37,35 @@ class Kept:
     operations: dict[str, int]
 
 
+Owner = tuple[int | None, str]  # number of the layer, and module
+
+
 class OwnedMeter(StorageMeter):
-    """A `StorageMeter` that also knows who made what, of the storages since `begin`."""
+    """A `StorageMeter` that also knows who made what, of the storages since `begin`.
+
+    Since `begin_step`: `peaks`, the most at one time by what the rank was doing (`metrics.pulse`), and of the fullest
+    moment of all its `phase`, and `holds`: bytes by owner, all that was made since and is there.
+    """
 
     def __init__(self, rounding: int = 512) -> None:
         super().__init__(rounding)
-        self.owners: list[tuple[int | None, str]] = []  # of the module that runs, the innermost last
+        self.owners: list[Owner] = []  # of the module that runs, the innermost last
+        self.peaks: dict[str, int] = {}
+        self.phase, self.holds = "", Counter[Owner]()
         self._operation = ""
-        self._made: dict[int, tuple[tuple[int | None, str], str, int]] = {}
+        self._made: dict[int, tuple[Owner, str, int]] = {}
+        self._there: dict[int, tuple[Owner, int]] = {}
+        self._by_owner: Counter[Owner] = Counter()
 
     def begin(self) -> None:
         self._made.clear()
+
+    def begin_step(self) -> None:
+        """What is there now counts as nobody's."""
+        self.reset_peak()
+        self.peaks, self.phase, self.holds = {}, "", Counter()
+        self._there.clear()
+        self._by_owner.clear()
 
     def kept(self) -> list[Kept]:
         """What is there of it, modules in the order in which they made something."""
@@ -59,14 +80,27 @@ class OwnedMeter(StorageMeter):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _see(self, storage: torch.UntypedStorage) -> None:
-        before = self.live
+        before, most = self.live, self.peak
         super()._see(storage)
-        if self.owners and self.live > before:
-            self._made[storage._cdata] = self.owners[-1], self._operation, self.live - before
+        size = self.live - before
+        if not size:
+            return
+        phase = pulse.place().phase
+        owner = self.owners[-1] if self.owners else (None, f"made in {phase}")
+        if self.owners:
+            self._made[storage._cdata] = owner, self._operation, size
+        self._there[storage._cdata] = owner, size
+        self._by_owner[owner] += size
+        self.peaks[phase] = max(self.peaks.get(phase, 0), self.live)
+        if self.live > most:
+            self.phase, self.holds = phase, self._by_owner.copy()
 
     def _forget(self, key: int, size: int, reference: Any) -> None:
         super()._forget(key, size, reference)
         self._made.pop(key, None)
+        owner, size = self._there.pop(key, (None, 0))
+        if owner is not None:
+            self._by_owner[owner] -= size
 
 
 @contextlib.contextmanager

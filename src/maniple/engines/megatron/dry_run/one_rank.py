@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -42,6 +43,9 @@ class DryRun:
     kept: what the forward pass of one micro-batch leaves for its backward pass, by layer and module, all model chunks
     one after the other; empty with `moe.overlap_exchange`. tokens: of a micro-batch on this rank.
 
+    phase: what the rank is doing at the peak, `forward` or `backward`; peaks: the most in each; at_peak: what is there
+    then beside parameters, gradients and optimizer, by module over all layers and micro-batches, the largest first.
+
     even, worst: what exchange and experts of one MoE layer take of one micro-batch, with the even load that the peak
     stands for, and if all tokens of all ranks chose this rank's experts; None without expert parallelism.
     """
@@ -60,6 +64,9 @@ class DryRun:
     even: LayerBytes | None
     worst: LayerBytes | None
     kept: list[Kept]
+    phase: str
+    peaks: dict[str, int]
+    at_peak: dict[str, int]
     tokens: int
     seconds: float
 
@@ -96,6 +103,7 @@ def trace(job: TrainConfig, card: ModelCard, rank: int, world_size: int) -> DryR
         a_step = step.micro_batches(job)
         # memory is at its peak once the pipeline is full: more micro-batches repeat it
         run = min(a_step, _micro_batches_until_full(len(chunks)))
+        meter.begin_step()
         with watched(chunks, meter) as kept:
             step.run_schedule(chunks, _batches(job, chunks), _cut(job, run), META, forward_only=False)
         peak = meter.peak
@@ -119,6 +127,9 @@ def trace(job: TrainConfig, card: ModelCard, rank: int, world_size: int) -> DryR
         even=even,
         worst=worst,
         kept=kept,
+        phase=meter.phase,
+        peaks=meter.peaks,
+        at_peak=_by_module(meter.holds),
         tokens=tokens,
         seconds=time.monotonic() - started,
     )
@@ -181,6 +192,13 @@ def micro_batches_that_show_all(a_step: int, stages: int, chunks: int) -> int:
     return min(a_step, stages + 2 if chunks == 1 else 3 * stages + a_step % stages)
 
 
+def _by_module(holds: Counter) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for (layer, module), size in holds.items():
+        found[module if layer is not None or module.startswith("made in") else f"outside layers: {module}"] += size
+    return {module: size for module, size in found.most_common() if size}
+
+
 def _build(card: ModelCard, job: TrainConfig) -> list:
     # initialisation would draw random numbers, which do not exist here
     return model.build_chunks(card, job, maniple_static_splits=True, perform_initialization=False)
@@ -236,7 +254,7 @@ def run(job: TrainConfig, card: ModelCard, rank: int, world_size: int, *, as_jso
         ("gradient memory", result.gradient_bytes),
         ("optimizer memory", result.optimizer_bytes),
         *([("the same in host memory", result.host_bytes)] if result.host_bytes else []),
-        ("activations and temporaries at the peak", result.activation_bytes),
+        (f"activations and temporaries at the peak, in {result.phase}", result.activation_bytes),
         ("traced peak", result.peak_bytes),
     ):
         summary.add_row(name, binary_size(size))
@@ -247,6 +265,19 @@ def run(job: TrainConfig, card: ModelCard, rank: int, world_size: int, *, as_jso
     summary.add_row("micro-batches traced / a step", f"{result.micro_batches_run} / {result.micro_batches_a_step}")
     summary.add_row("took", f"{result.seconds:.1f} s")
     Console().print(summary)
+    Console().print(_table_of_peak(result))
     if result.kept:
         Console().print(table(result.kept, result.tokens))
     return 0
+
+
+def _table_of_peak(result: DryRun) -> Any:
+    """Of rich's: who made what is there at the peak."""
+    from rich.table import Table
+
+    made = Table(title=f"at the peak, in {result.phase}: all layers and micro-batches")
+    made.add_column("module")
+    made.add_column("bytes", justify="right")
+    for module, size in result.at_peak.items():
+        made.add_row(module, binary_size(size))
+    return made
