@@ -189,12 +189,13 @@ def the_calibration_would_start(command: str, patch: pytest.MonkeyPatch) -> None
     import torch
 
     from maniple.bench import calibrate
+    from maniple.commands import plan_calibrate
 
     written: list = []
     patch.setattr(torch.cuda, "is_available", lambda: True)
     patch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     patch.setattr(calibrate, "run", lambda device, card, **options: _calibration())
-    patch.setattr(calibrate, "refuse_to_replace", lambda file: None)
+    patch.setattr(plan_calibrate, "check_target", lambda option, file: None)
     patch.setattr(calibrate, "write", lambda calibration, file: written.append(file.name))
     assert cli.main(shlex.split(command)[1:]) == 0
     assert written == ["calibration-h200-sxm.yaml"]

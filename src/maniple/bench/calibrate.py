@@ -138,17 +138,6 @@ def _driver() -> str | None:
     return None
 
 
-def refuse_to_replace(file: Path) -> None:
-    """Raises UserError, before anything is measured, where the file could not be written."""
-    try:
-        if file.exists():
-            raise UserError(f"--out {file}: it exists already: give another name, or remove it")
-        if not file.absolute().parent.is_dir():
-            raise UserError(f"--out {file}: there is no folder {file.parent}; make it first")
-    except OSError as error:  # a name that no file can have
-        raise UserError(f"--out {file}: {error.strerror}") from None
-
-
 def write(calibration: Calibration, file: Path) -> None:
     """Writes it whole or not at all, and over nothing. Raises UserError if it cannot."""
     head = f"# {calibration.provenance}; for `maniple plan ... --calibration`\n"

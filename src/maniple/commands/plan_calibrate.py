@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from maniple.commands import AsJson, print_table
+from maniple.commands import AsJson, check_target, print_table
 from maniple.errors import UserError
 
 
@@ -46,7 +46,7 @@ def calibrate(
     if out is None and card is not None:
         out = Path(f"calibration-{card.name}.yaml")
     if out is not None:
-        measuring.refuse_to_replace(out)
+        check_target("--out", out)
     progress, began = Progress("calibrate"), time.monotonic()
     try:
         found = measuring.run(
