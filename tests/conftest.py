@@ -22,7 +22,7 @@ TESTS = Path(__file__).parent
 NO_GPU = "no GPU on this machine"
 
 
-FIRST = "test_docs.py"  # a file is one process's: begun last, this one would be waited for alone
+FIRST = "test_guide_commands.py"  # a file is one process's: begun last, this one would be waited for alone
 
 
 def pytest_collection_modifyitems(items):
