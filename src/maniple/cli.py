@@ -230,14 +230,12 @@ def preflight(
     from maniple.config.load import load
     from maniple.launch import preflight as machine
     from maniple.models import counting
+    from maniple.plan.states import states
 
     job = load(config, [*(set_ or []), *(overrides or [])]).config
     if config is None:
         return machine.run(job.output_dir, as_json=as_json)
-    # weights and Adam's two moments; beside bf16 weights their fp32 originals, if those are kept
-    optimizer, bf16 = job.optimizer, job.precision.dtype == "bf16"
-    each = (2 if bf16 else 4) + (4 if bf16 and optimizer.main_params_dtype == "fp32" else 0)
-    each += 8 if optimizer.moments_dtype == "fp32" else 4
+    each = sum(size for kind, size in states(job).items() if kind != "gradients")
     size = each * counting.count(resolve_card(job)).total_with_mtp
     return machine.run(job.run_dir, checkpoint_bytes=size, as_json=as_json)
 

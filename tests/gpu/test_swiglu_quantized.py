@@ -8,6 +8,7 @@ from tests.poison import poisoned_memory, relative_error  # noqa: F401 (a fixtur
 
 from maniple.kernels import chips, registry
 from maniple.kernels.grouped_gemm import low_precision_swiglu
+from maniple.kernels.quantize.passed import How
 from maniple.kernels.swiglu import quantized_reference
 from maniple.moe.experts import expert_mlp
 
@@ -62,16 +63,16 @@ def test_the_bits_of_two_operations(recipe, dtype, sizes, f):
     grad_SF, gate_up_S2F, probs_S, ends_G = case(sizes, f)
     used = sum(sizes)
     for which in ((True, True), (True, False), (False, True)):
-        how = recipe, dtype, "rceil", *which
+        how = How(recipe, dtype, "rceil", *which)
         rows = gate_up_S2F, probs_S, ends_G
-        same(hopper.forward(*rows, *how), quantized_reference.forward(*rows, *how), used, recipe)
-        got, wanted = (fn.backward(grad_SF, *rows, *how) for fn in (hopper, quantized_reference))
+        same(hopper.forward(*rows, how), quantized_reference.forward(*rows, how), used, recipe)
+        got, wanted = (fn.backward(grad_SF, *rows, how) for fn in (hopper, quantized_reference))
         same(got, wanted, used, recipe)
         finite = wanted[5][:used].isfinite()
         assert torch.equal(got[5][:used].isfinite(), finite)
         assert relative_error(got[5][:used][finite], wanted[5][:used][finite]) < 1e-6 if used else True
         assert (got[5][used:] == 0).all()
-        assert torch.equal(hopper.backward(grad_SF, *rows, *how)[5][:used][finite], got[5][:used][finite])
+        assert torch.equal(hopper.backward(grad_SF, *rows, how)[5][:used][finite], got[5][:used][finite])
 
 
 def test_strided_operands():
@@ -80,10 +81,10 @@ def test_strided_operands():
     grad_SF, gate_up_S2F, probs_S, ends_G = case([200, 0, 33], 256)
     wide = torch.full((gate_up_S2F.shape[0], 600), torch.nan, device="cuda", dtype=torch.bfloat16)
     wide[:, 8:520] = gate_up_S2F
-    rows, how = (probs_S, ends_G), ("fp8_block", torch.float8_e4m3fn, "rceil", True, True)
-    wanted = quantized_reference.backward(grad_SF, gate_up_S2F, *rows, *how)
+    rows, how = (probs_S, ends_G), How("fp8_block", torch.float8_e4m3fn, "rceil", True, True)
+    wanted = quantized_reference.backward(grad_SF, gate_up_S2F, *rows, how)
     for grad in (grad_SF, grad_SF.t().contiguous().t()):
-        same(hopper.backward(grad, wide[:, 8:520], *rows, *how), wanted, 233, "fp8_block")
+        same(hopper.backward(grad, wide[:, 8:520], *rows, how), wanted, 233, "fp8_block")
 
 
 @pytest.mark.parametrize("recompute", ["none", "activation", "all"])

@@ -18,10 +18,8 @@ AMAX_ROWS, AMAX_COLUMNS = 32, 512
 HOPPER_WARPS = 4  # of a program of `hopper_kernels.py`: 16 rows and 8 columns of a tile for each thread
 HOPPER_REGISTERS = 128  # of a thread of its `rows_kernel`: four programs on each multiprocessor
 HOPPER_SWIGLU_WARPS = 8  # of a program of `swiglu/hopper_kernels.py`: 16 rows and 4 columns for each thread
-HOPPER_SWIGLU_REGISTERS = (
-    80,
-    128,
-)  # of a thread, forward and backward: three programs and two, as shared memory has room
+# of a thread, forward and backward: three programs and two, as shared memory has room
+HOPPER_SWIGLU_REGISTERS = 80, 128
 
 
 def rows_grid(padded: int, k: int) -> int:

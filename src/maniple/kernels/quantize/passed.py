@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from maniple.kernels.quantize.quantized import Quantized, Rows
+
+
+class How(NamedTuple):
+    """How rows are quantized and in which orientations: arguments of `reference.rows`, in their order."""
+
+    recipe: str
+    dtype: torch.dtype
+    rounding: str
+    rowwise: bool
+    columnwise: bool
 
 
 @dataclass

@@ -11,6 +11,7 @@ import torch
 
 from maniple.kernels.quantize import launch
 from maniple.kernels.quantize import reference as quantize_reference
+from maniple.kernels.quantize.passed import How
 from maniple.kernels.quantize.quantized import OCP, padded_size
 from maniple.kernels.swiglu.hopper_kernels import backward_kernel, forward_kernel
 
@@ -19,15 +20,11 @@ def forward(
     gate_up_S2F: torch.Tensor,
     probs_S: torch.Tensor,
     ends_G: torch.Tensor,
-    recipe: str,
-    dtype: torch.dtype,
-    rounding: str,
-    rowwise: bool,
-    columnwise: bool,
+    how: How,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """As the reference's, for operands that `refusal` does not name."""
     f, gate_up_S2F = gate_up_S2F.shape[1] // 2, _aligned(gate_up_S2F)
-    made, places, constants = _results(gate_up_S2F, f, ends_G, recipe, dtype, rounding, rowwise, columnwise)
+    made, places, constants = _results(gate_up_S2F, f, ends_G, how)
     slots, padded = gate_up_S2F.shape[0], padded_size(gate_up_S2F.shape[0], ends_G.shape[0])
     forward_kernel[(launch.rows_grid(padded, f),)](
         gate_up_S2F.view(torch.int32),
@@ -49,15 +46,11 @@ def backward(
     gate_up_S2F: torch.Tensor,
     probs_S: torch.Tensor,
     ends_G: torch.Tensor,
-    recipe: str,
-    dtype: torch.dtype,
-    rounding: str,
-    rowwise: bool,
-    columnwise: bool,
+    how: How,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """As the reference's, for operands that `refusal` does not name."""
     slots, f = grad_SF.shape
-    made, places, constants = _results(gate_up_S2F, 2 * f, ends_G, recipe, dtype, rounding, rowwise, columnwise)
+    made, places, constants = _results(gate_up_S2F, 2 * f, ends_G, how)
     padded = padded_size(slots, ends_G.shape[0])
     parts_TS = probs_S.new_zeros(f // launch.COLUMNS, slots)  # of rows past the last group the sums stay zero
     grad_SF, gate_up_S2F = _aligned(grad_SF), _aligned(gate_up_S2F)
@@ -85,22 +78,24 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
-def _results(like, columns, ends_G, recipe, dtype, rounding, rowwise, columnwise):
+def _results(like: torch.Tensor, columns: int, ends_G: torch.Tensor, how: How):
     """(what is returned, the same as the kernels take it, their constants)."""
     padded = padded_size(like.shape[0], ends_G.shape[0])
     shaped = like.new_empty(0, columns)
-    empty = quantize_reference.empty_rows(shaped, like.shape[0], padded, recipe, dtype, rowwise, columnwise)
+    empty = quantize_reference.empty_rows(
+        shaped, like.shape[0], padded, how.recipe, how.dtype, how.rowwise, how.columnwise
+    )
     data_S, scales_S, data_P, scales_P = empty
     padded_G = torch.empty_like(ends_G)
     places = (
         padded_G,
-        data_S.view(torch.int16) if rowwise else None,
-        scales_S if rowwise else None,
-        data_P.view(torch.int32) if columnwise else None,
-        scales_P if columnwise else None,
+        data_S.view(torch.int16) if how.rowwise else None,
+        scales_S if how.rowwise else None,
+        data_P.view(torch.int32) if how.columnwise else None,
+        scales_P if how.columnwise else None,
     )
-    form = quantize_reference.format_of(dtype).name
-    return (*empty, padded_G), places, launch.hopper_swiglu_constants(ends_G.shape[0], recipe, form, rounding)
+    form = quantize_reference.format_of(how.dtype).name
+    return (*empty, padded_G), places, launch.hopper_swiglu_constants(ends_G.shape[0], how.recipe, form, how.rounding)
 
 
 def refusal(of: torch.dtype, slots: int, f: int, probs: torch.dtype, dtype: torch.dtype) -> str | None:

@@ -14,7 +14,7 @@ import torch
 
 from maniple.kernels import chips, registry
 from maniple.kernels.quantize.formats import RECIPES
-from maniple.kernels.quantize.passed import Passed, stand_in
+from maniple.kernels.quantize.passed import How, Passed, stand_in
 from maniple.kernels.swiglu import quantized_reference
 
 OP = "quantized_swiglu"
@@ -44,6 +44,9 @@ class _Settings:
     @property
     def implementation(self) -> Any:
         return registry.use(OP, self.recipe, self.device_type, self.kernels)
+
+    def how(self, rowwise: bool, columnwise: bool) -> How:
+        return How(self.recipe, self.dtype, "rceil", rowwise, columnwise)
 
 
 def quantized_swiglu(
@@ -75,8 +78,7 @@ def columns_again(act_SF: torch.Tensor) -> Callable[[], list[torch.Tensor]] | No
 
     def again() -> list[torch.Tensor]:
         settings = node.settings
-        how = settings.recipe, settings.dtype, "rceil", False, True
-        return list(settings.implementation.forward(*node.saved_tensors, *how)[2:4])
+        return list(settings.implementation.forward(*node.saved_tensors, settings.how(False, True))[2:4])
 
     return again
 
@@ -85,8 +87,8 @@ class _QuantizedSwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_up_S2F, probs_S, ends_G, settings):
         made = settings.made
-        how = settings.recipe, settings.dtype, "rceil", made.rowwise, made.columnwise
-        made.put(settings.implementation.forward(gate_up_S2F, probs_S, ends_G, *how), RECIPES[settings.recipe].rows)
+        how = settings.how(made.rowwise, made.columnwise)
+        made.put(settings.implementation.forward(gate_up_S2F, probs_S, ends_G, how), RECIPES[settings.recipe].rows)
         ctx.save_for_backward(gate_up_S2F, probs_S, ends_G)
         ctx.settings = settings
         return stand_in(gate_up_S2F, gate_up_S2F.shape[1] // 2)
@@ -95,7 +97,7 @@ class _QuantizedSwiGLU(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_SF):
         settings, grad = ctx.settings, ctx.settings.grad
-        how = settings.recipe, settings.dtype, "rceil", grad.rowwise, grad.columnwise
-        *parts, grad_probs_S = settings.implementation.backward(grad_SF, *ctx.saved_tensors, *how)
+        how = settings.how(grad.rowwise, grad.columnwise)
+        *parts, grad_probs_S = settings.implementation.backward(grad_SF, *ctx.saved_tensors, how)
         grad.put(tuple(parts), RECIPES[settings.recipe].rows)
         return stand_in(grad_SF, 2 * grad_SF.shape[1]), grad_probs_S, None, None
