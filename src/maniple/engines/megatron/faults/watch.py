@@ -67,7 +67,7 @@ class Watch:
 
     def _run(self) -> None:
         self._store = self._connect()
-        while not self._ended.wait(self._every):
+        while not self._ended.is_set():
             place = pulse.place()
             now = time.time()
             if self._store is not None:
@@ -79,6 +79,7 @@ class Watch:
             limit = max(self.timeout, _START_SECONDS) if place.phase in pulse.STARTING else self.timeout
             if now - place.since > limit and not self._ended.is_set():
                 self._end(place)
+            self._ended.wait(self._every)  # after the first word: a rank that is stopped in its first second has joined
 
     def _connect(self) -> dist.Store | None:
         """A connection of its own to the store: the main thread's may be blocked by what it waits for."""
