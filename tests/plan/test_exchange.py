@@ -52,9 +52,9 @@ def test_an_exchange_by_hand():
     """In a node: 8 copies, 7/8 of them to others, over NCCL's 327 GB/s; the load of the fullest rank multiplies it."""
     network, moe = _network(), _moe(256, 8)
     seconds = network.exchange_seconds(4096, 14336, moe, 8, 1, "all_to_all")
-    assert seconds == pytest.approx(4096 * 14336 * 7 / (450e9 * 0.727) + 10e-6)
+    assert seconds == pytest.approx(4096 * 14336 * 7 / (450e9 * 0.727) + 11.8e-6)
     uneven = network.exchange_seconds(4096, 14336, moe, 8, 1, "all_to_all", load=1.5)
-    assert uneven - 10e-6 == pytest.approx(1.5 * (seconds - 10e-6))
+    assert uneven - 11.8e-6 == pytest.approx(1.5 * (seconds - 11.8e-6))
     assert network.exchange_seconds(4096, 14336, moe, 1, 1, "all_to_all") == 0.0
 
 
@@ -63,7 +63,7 @@ def test_between_nodes_the_nic_is_the_limit():
     seconds = network.exchange_seconds(4096, 14336, moe, 16, 1, "dispatch")
     # all but one token in 256 need the other of two nodes
     copies = distinct_units(moe, 2) / 2
-    assert seconds == pytest.approx(4096 * 14336 * copies / (50e9 * 0.9) + 25e-6)
+    assert seconds == pytest.approx(4096 * 14336 * copies / (50e9 * 0.9) + 22.4e-6)
     assert copies == pytest.approx(0.9967, abs=1e-3)
 
 
@@ -71,11 +71,13 @@ def test_rings_cross_nodes_over_as_many_nics_as_a_node_has_members():
     network = _network()
     size = 1e9
     inside = network.ring_seconds(size, 8, 1)
-    assert inside == pytest.approx(size * 7 / 8 / (450e9 * 0.8) + 10e-6)
+    assert inside == pytest.approx(size * 7 / 8 / (450e9 * 0.8) + (8.4 + 7 * 3.4) * 1e-6)
     wide = network.ring_seconds(size, 16, 1)  # 8 a node
     thin = network.ring_seconds(size, 16, 8)  # 1 a node
-    assert wide == pytest.approx(size * 15 / 16 / (450e9 * 0.8) + 25e-6)
-    assert thin == pytest.approx(size * 15 / 16 / 45e9 + 25e-6)
+    assert wide == pytest.approx(size * 15 / 16 / (450e9 * 0.8) + (8.4 + 14 * 3.4 + 14) * 1e-6)
+    assert thin == pytest.approx(size * 15 / 16 / 45e9 + (8.4 + 15 * 14) * 1e-6)
+    # each of four collectives has its own hops to go, and their bytes are those of one
+    assert network.ring_seconds(size, 16, 8, 4) - thin == pytest.approx(3 * (8.4 + 15 * 14) * 1e-6)
     assert network.ring_seconds(size, 1, 1) == 0.0
 
 

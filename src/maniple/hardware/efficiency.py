@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from maniple.errors import UserError
 
-_GROUPS = ("matmul", "grouped", "attention", "memory", "link", "scale_out")
+_GROUPS = ("matmul", "grouped", "attention", "memory", "link", "scale_out", "latency")
 
 
 class _Figures(BaseModel):
@@ -33,6 +33,15 @@ class Shares(_Figures):
         return self.shares[next((name for name in names if name in self.shares), names[-1])]
 
 
+class Latency(_Figures):
+    """Microseconds of a collective beside its bytes: once, and for each hop that a ring takes one after another."""
+
+    base: float = Field(ge=0)
+    link: float = Field(ge=0)
+    scale_out: float = Field(ge=0)
+    source: str = Field(min_length=1)
+
+
 class Efficiency(_Figures):
     """One GPU's shares; `borrowed` names, by group, the card whose shares stand in where it has none of its own."""
 
@@ -43,7 +52,7 @@ class Efficiency(_Figures):
     memory: Shares
     link: Shares
     scale_out: Shares
-    latency_microseconds: dict[Literal["link", "scale_out"], float]
+    latency: Latency
     borrowed: dict[str, str] = {}
 
 
@@ -88,10 +97,10 @@ def load_efficiency(gpu: str) -> Efficiency:
         for group in _GROUPS:
             if group in cards[name] and group not in found:
                 found[group] = cards[name][group]
-                if name != gpu:
+                if name != gpu and group != "latency":  # the library's, whatever the card
                     borrowed[group] = name
         name = cards[name].get("like")
-    return Efficiency(gpu=gpu, borrowed=borrowed, latency_microseconds=_tables()["latency"]["microseconds"], **found)
+    return Efficiency(gpu=gpu, borrowed=borrowed, **found)
 
 
 def load_software(name: str) -> Software:

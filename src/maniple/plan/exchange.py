@@ -26,17 +26,22 @@ class Network:
     def scale_out(self, how: str) -> float:
         return self.gpu.scale_out_bytes_per_s * self.efficiency.scale_out[how]
 
-    def latency(self, between_nodes: bool) -> float:
-        return self.efficiency.latency_microseconds["scale_out" if between_nodes else "link"] * 1e-6
+    def latency(self, hops: int = 1, far: int = 0) -> float:
+        """What a collective or a message costs beside its bytes: so many hops one after another, `far` of them from
+        node to node."""
+        each = self.efficiency.latency
+        return (each.base + (hops - far) * each.link + far * each.scale_out) * 1e-6
 
     def in_node(self, size: int, stride: int) -> int:
         """How many of a group's ranks, `stride` apart, are in one node."""
         return max(1, min(size, self.gpu.gpus_per_node // stride)) if stride < self.gpu.gpus_per_node else 1
 
-    def ring_seconds(self, size_bytes: float, ranks: int, stride: int) -> float:
-        """An all-gather or a reduce-scatter whose whole tensor has `size_bytes`: each rank sends (n - 1) / n of it.
+    def ring_seconds(self, size_bytes: float, ranks: int, stride: int, calls: int = 1) -> float:
+        """All-gathers or reduce-scatters, `calls` of them, whose whole tensors have `size_bytes`: each rank sends
+        (n - 1) / n of it.
 
         Between nodes all members in a node share the work, each over its NIC, so a ring has as many NICs as members.
+        What comes first has n - 1 hops to go, of which one leads out of each node.
         """
         if ranks == 1:
             return 0.0
@@ -44,13 +49,13 @@ class Network:
         speed = self.link("ring")
         if near < ranks:
             speed = min(speed, near * self.scale_out("ring"))
-        return size_bytes * (ranks - 1) / ranks / speed + self.latency(near < ranks)
+        return size_bytes * (ranks - 1) / ranks / speed + calls * self.latency(ranks - 1, -(-ranks // near) - 1)
 
     def send_seconds(self, size_bytes: float, distance: int) -> float:
         """One message to the rank `distance` further on."""
         if distance < self.gpu.gpus_per_node:
-            return size_bytes / self.link("ring") + self.latency(False)
-        return size_bytes / self.scale_out("ring") + self.latency(True)
+            return size_bytes / self.link("ring") + self.latency()
+        return size_bytes / self.scale_out("ring") + self.latency(far=1)
 
     def exchange_seconds(
         self, tokens: float, token_bytes: float, moe: MoE, ranks: int, stride: int, how: str, load: float = 1.0
@@ -77,7 +82,7 @@ class Network:
             outside = distinct_units(moe, nodes) * (nodes - 1) / nodes
         near_s = inside * tokens * token_bytes * load / self.link(how)
         far_s = outside * tokens * token_bytes * load / self.scale_out(how)
-        return max(near_s, far_s) + self.latency(nodes > 1)  # both links run at once
+        return max(near_s, far_s) + self.latency(far=int(nodes > 1))  # both links run at once, to all ranks at once
 
 
 def distinct_units(moe: MoE, units: int) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import ceil
 
 from maniple.config.schema import TrainConfig
 from maniple.errors import UserError
@@ -27,6 +28,8 @@ from maniple.plan.states import hosted
 
 # groups, of as many micro-batches as there are pipeline ranks, that are simulated one by one
 _GROUPS = 5
+# parameters in a bucket at least: megatron/core/distributed/distributed_data_parallel.py
+_BUCKET, _BUCKET_A_RANK = 40_000_000, 1_000_000
 
 
 @dataclass(frozen=True)
@@ -205,15 +208,32 @@ def _pipeline(job: Job, costs: list[StageCost], schedule: str | None) -> tuple[f
     return run.seconds + more * (run.seconds - fewer.seconds), busy, run
 
 
+def _buckets(job: Job, parameters: int) -> int:
+    """In how many collectives a rank's gradients are reduced, or its parameters gathered: as Megatron-Core cuts them,
+    one for each chunk of the pipeline, and the first chunk's in buckets if the reduction is overlapped."""
+    chunks = job.place.chunks
+    if not parameters or not job.config.parallel.overlap_grad_reduce:
+        return chunks
+    size = max(_BUCKET, _BUCKET_A_RANK * job.place.dense_replicas)
+    return ceil(parameters / chunks / size) + chunks - 1
+
+
 def data_parallel(job: Job, dense: int, experts: int, mine: list[StageCost]) -> tuple[float, float, float]:
     """Exposed seconds of a rank's gradient reduction, of its parameter gathering, and its optimizer's seconds."""
     parallel, place, network = job.config.parallel, job.place, job.network
     weight = 2 if job.config.precision.dtype == "bf16" else 4
-    stride = place.expert_tensor * place.expert
-    reduce = network.ring_seconds(job.software.grad_bytes * dense, place.dense_replicas, place.tensor)
-    reduce += network.ring_seconds(job.software.grad_bytes * experts, place.expert_data, stride)
-    gather = network.ring_seconds(weight * dense, place.dense_replicas, place.tensor)
-    gather += network.ring_seconds(weight * experts, place.expert_data, stride)
+
+    def ring(size: int) -> float:
+        """Over all parameters, of so many bytes each, in the buckets that are sent one by one."""
+        seconds = 0.0
+        for number, ranks, stride in (
+            (dense, place.dense_replicas, place.tensor),
+            (experts, place.expert_data, place.expert_tensor * place.expert),
+        ):
+            seconds += network.ring_seconds(size * number, ranks, stride, _buckets(job, number))
+        return seconds
+
+    reduce, gather = ring(job.software.grad_bytes), ring(weight)
     if parallel.distributed_optimizer:
         owned = dense / place.dense_replicas + experts / place.expert_data
     else:
