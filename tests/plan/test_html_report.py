@@ -199,10 +199,15 @@ def test_the_drawn_pipeline_is_the_simulated_one(sets):
             assert kind["exchange"] == pytest.approx(cost.exchange_forward / cost.forward)
         elif kind["kinds"] == "B":
             assert kind["exchange"] == pytest.approx(cost.exchange_backward / (cost.backward + cost.weight))
+        else:  # beside another pass less of it is left to wait for
+            ahead, back = (costs[stage] for stage in kind["stages"])
+            alone = ahead.exchange_forward + back.exchange_backward
+            hidden = alone * job.software.hidden
+            seconds = ahead.forward + back.backward + back.weight - hidden
+            assert kind["us"] == pytest.approx(seconds * 1e6, abs=1.5)
+            assert kind["exchange"] == pytest.approx((alone - hidden) / seconds)
     shares = {pass_["kinds"]: pass_["exchange"] for pass_ in drawn["passes"]}
     assert all(0 < share < 1 for share in shares.values())
-    if "FB" in shares:  # beside another pass less of it is left to wait for
-        assert shares["FB"] < min(shares["F"], shares["B"])
 
 
 def test_of_a_long_step_the_first_micro_batches_are_drawn(monkeypatch):

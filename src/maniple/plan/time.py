@@ -128,7 +128,9 @@ def estimate(
         bubbles=tuple(1 - worked / seconds for worked in busy),
         in_flight=tuple(run.peak_in_flight(rank) for rank in range(place.pipeline)),
         components={
-            part: spent[part] for part in sorted(spent, key=spent.__getitem__, reverse=True) if spent[part] > 0
+            part: spent[part]
+            for part in sorted(spent, key=spent.__getitem__, reverse=True)
+            if spent[part] > 1e-12 * total
         },
         load_factor=job.imbalance.factor(card.moe.num_experts, place.expert),
         assumptions=tuple(_assumptions(job)),
