@@ -122,6 +122,11 @@ def test_emulated_mxfp8_keeps_no_copies(capsys):
         (["qwen3-30b-a3b", "--gpus", "many", "--gpu", "h200"], "valid integer"),
         (["qwen3-30b-a3b", "--gpu", "h200"], "--gpus"),
         (["qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200", "--imbalance", "factor:0.5"], "imbalance"),
+        (["qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200", "--fabric", "256"], "--fabric 256: expected GPUS:SHARE"),
+        (
+            ["qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200", "--fabric", "12:0.5"],
+            "a pod holds whole nodes, which have 8",
+        ),
     ],
 )
 def test_mistakes_are_one_line(words, said, capsys):

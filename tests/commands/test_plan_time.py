@@ -44,6 +44,20 @@ def test_an_uneven_router_takes_longer(capsys):
     assert uneven["seconds"] > 1.1 * even["seconds"]
 
 
+def test_a_fabric_is_part_of_the_plan(capsys, tmp_path):
+    """Stages are 8 GPUs apart: in pods of 8 with a hundredth of the rate between them, messages take longer."""
+    plain, alike, tapered = (_planned(capsys, *words) for words in ([], ["--fabric", "8:1"], ["--fabric", "8:0.01"]))
+    assert alike["seconds"] == plain["seconds"]
+    assert tapered["seconds"] > plain["seconds"]
+    report = tmp_path / "plan.html"
+    assert cli.main([*QWEN, "--fabric", "16:0.5", "--report", str(report)]) == 0
+    assert "fabric: pods of 16 GPUs, 50% of their NICs' rate between them" in capsys.readouterr().out
+    assert "--fabric 16:0.5" in report.read_text(encoding="utf-8")
+    large = ["plan", "deepseek-v3", "--gpus", "32", "--gpu", "h200", "--fabric", "16:0.5"]
+    assert cli.main(large) == 0
+    assert "maniple plan search deepseek-v3 --gpus 32 --gpu h200-sxm --fabric 16:0.5" in capsys.readouterr().out
+
+
 def test_the_simulated_pipeline_is_written_for_perfetto(capsys, tmp_path):
     file = tmp_path / "pipeline.json"
     assert cli.main([*QWEN, "--pipeline-trace", str(file)]) == 0

@@ -8,6 +8,7 @@ import pytest
 
 from maniple.errors import UserError
 from maniple.hardware import load_gpu
+from maniple.hardware.card import Fabric
 from maniple.hardware.efficiency import load_efficiency
 from maniple.models.card import MoE, Router
 from maniple.plan.exchange import Network, distinct_units
@@ -83,7 +84,49 @@ def test_rings_cross_nodes_over_as_many_nics_as_a_node_has_members():
 
 def test_messages_know_how_far_they_go():
     network = _network()
-    assert network.send_seconds(1e9, 64) > 5 * network.send_seconds(1e9, 1)
+    assert network.send_seconds(1e9, 64, 128) > 5 * network.send_seconds(1e9, 1, 2)
+
+
+def _pods(gpus: int, taper: float) -> Network:
+    gpu = load_gpu("h200-sxm").model_copy(update={"fabric": Fabric(pod_gpus=gpus, taper=taper)})
+    return Network(gpu, load_efficiency("h200-sxm"))
+
+
+def test_what_leaves_a_pod_shares_its_way_out():
+    """By hand, in pods of 32 GPUs that a quarter of their NICs' rate leaves, 45 GB/s of each."""
+    plain, pods, size = _network(), _pods(32, 0.25), 1e9
+    wire = 1e9 / 45e9
+    # pipeline: stages 32 apart, all 32 leave; 8 apart, a quarter of the pod's GPUs do and have its way out alone
+    assert pods.send_seconds(size, 32, 64) == pytest.approx(4 * wire + 22.4e-6)
+    assert pods.send_seconds(size, 8, 64) == pytest.approx(wire + 22.4e-6) == plain.send_seconds(size, 8, 64)
+    assert pods.send_seconds(size, 16, 32) == plain.send_seconds(size, 16, 32)  # one pod
+    # rings: one leaves each pod, or, of members 32 apart, 32 do
+    assert pods.ring_seconds(size, 64, 1) == plain.ring_seconds(size, 64, 1)
+    assert pods.ring_seconds(size, 4, 32) == pytest.approx(4 * 0.75 * wire + (8.4 + 3 * 14) * 1e-6)
+    assert pods.ring_seconds(size, 4, 8) == plain.ring_seconds(size, 4, 8)
+    # experts: half of 64 ranks are in the other pod
+    moe = _moe(256, 8)
+    every = 4096 * 14336 * 8
+    assert pods.exchange_seconds(4096, 14336, moe, 64, 1, "all_to_all") == pytest.approx(
+        every / 2 / (50e9 * 0.8 * 0.25) + 22.4e-6
+    )
+    copies = distinct_units(moe, 8) / 2
+    assert pods.exchange_seconds(4096, 14336, moe, 64, 1, "dispatch") == pytest.approx(
+        4096 * 14336 * copies / (50e9 * 0.9 * 0.25) + 22.4e-6
+    )
+    for how in ("all_to_all", "dispatch"):
+        alone = plain.exchange_seconds(4096, 14336, moe, 32, 1, how)
+        assert pods.exchange_seconds(4096, 14336, moe, 32, 1, how) == alone
+        even = _pods(32, 1.0).exchange_seconds(4096, 14336, moe, 64, 1, how)
+        assert even == plain.exchange_seconds(4096, 14336, moe, 64, 1, how)
+
+
+def test_a_fabric_in_words():
+    assert Fabric.parse("256:0.5") == Fabric(pod_gpus=256, taper=0.5)
+    assert str(Fabric.parse("256:0.50")) == "256:0.5"
+    for text in ("", "256", "256:", "0:0.5", "256:0", "256:1.5", "256:nan", "x:1", "256:0.5:1", "-8:0.5"):
+        with pytest.raises(UserError, match="expected GPUS:SHARE"):
+            Fabric.parse(text)
 
 
 def test_imbalance_is_a_seeded_distribution():

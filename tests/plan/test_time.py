@@ -18,8 +18,9 @@ from maniple.models.flops import layer_flops_per_token, training_flops_per_token
 from maniple.plan import operators, time_report
 from maniple.plan.imbalance import BALANCED, Imbalance
 from maniple.plan.operators import Machine
+from maniple.plan.simulator import StageCost
 from maniple.plan.stage_time import MODULES, layer_passes, stage_time
-from maniple.plan.time import StepTime, estimate, make_job
+from maniple.plan.time import StepTime, data_parallel, estimate, make_job
 
 QWEN, DEEPSEEK = load_card("qwen3-30b-a3b"), load_card("deepseek-v3")
 H200, MI355X = load_gpu("h200-sxm"), load_gpu("mi355x")
@@ -357,6 +358,23 @@ def test_deepseek_v3_on_mi355x_is_near_the_published_draft():
         assert step.seconds == pytest.approx(measured, rel=0.12)
     assert planned[32, tuned] < planned[32, default]
     assert planned[128, tuned] < planned[128, default]
+
+
+def test_gradients_go_in_buckets_each_with_its_own_latency():
+    """On 64 GPUs, one a replica of all but experts: 64 million parameters a bucket; by hand, nothing overlapped."""
+    config = _config(parallel={"overlap_grad_reduce": False, "overlap_param_gather": False})
+    overlapped = _config(parallel={"overlap_param_gather": False})
+    dense, experts = 640_000_001, 6_400_000_000
+    hops = {64: 8.4 + 56 * 3.4 + 7 * 14, 8: 8.4 + 7 * 14}  # of a ring of 64, and of 8 with one a node
+    wire = 4 * dense * 63 / 64 / 360e9 + 4 * experts * 7 / 8 / 45e9
+
+    def reduction(config: TrainConfig, rest: StageCost) -> float:
+        return data_parallel(make_job(config, QWEN, H200, 64, imbalance=BALANCED), dense, experts, [rest])[0]
+
+    assert reduction(config, StageCost(0, 0)) == pytest.approx(wire + (hops[64] + hops[8]) * 1e-6, rel=1e-9)
+    assert reduction(overlapped, StageCost(0, 0)) == pytest.approx(
+        wire + (11 * hops[64] + 100 * hops[8]) * 1e-6, rel=1e-9
+    )
 
 
 def test_a_plan_in_words(tmp_path):

@@ -37,6 +37,13 @@ Measured = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="what `maniple plan calibrate` measured, in place of the card's figures"),
 ]
+Pods = Annotated[
+    str | None,
+    typer.Option(
+        metavar="GPUS:SHARE",
+        help="the cluster's pods and the share of their NICs' rate that leaves them: 256:0.5; default: all nodes alike",
+    ),
+]
 
 
 @app.command(cls=Command)
@@ -54,6 +61,7 @@ def job(
     ] = False,
     imbalance: Load = "dirichlet:8",
     calibration: Measured = None,
+    fabric: Pods = None,
     trace_rank: Annotated[
         list[int] | None, typer.Option(metavar="RANK", help="the same of this rank of the job; may be repeated")
     ] = None,
@@ -88,7 +96,7 @@ def job(
         if simulated and asked_for:
             raise UserError(f"--schedule {schedule} is simulated only, and {option} is of the engine's: leave one out")
     uneven = Imbalance.parse(imbalance)
-    card_of_gpu = gpu_named(gpu, gpus, calibration)
+    card_of_gpu = gpu_named(gpu, gpus, calibration, fabric)
     for option, file in (("--pipeline-trace", pipeline_trace), ("--report", report_)):
         if file is not None:
             check_target(option, file)
@@ -111,8 +119,8 @@ def job(
         from maniple.plan import html_report
 
         words = ["maniple", "plan", model, "--gpus", str(gpus), "--gpu", gpu]
-        for option, file in (("--config", config), ("--calibration", calibration)):
-            words += [] if file is None else [option, str(file)]
+        for option, value in (("--config", config), ("--calibration", calibration), ("--fabric", fabric)):
+            words += [] if value is None else [option, str(value)]
         for text in [*(set_ or []), *(f"{key}={value}" for key, value in assumed.items())]:
             words += ["--set", text]
         asked = html_report.Asked(config_, card, card_of_gpu, gpus, imbalance, words, assumed)
@@ -155,15 +163,21 @@ def job(
             print(line)
 
 
-def gpu_named(name: str, count: int = 1, calibration: Path | None = None):
+def gpu_named(name: str, count: int = 1, calibration: Path | None = None, fabric: str | None = None):
     """A card by its name, or by its first words where only one has them (`h200`, but not `h20`: another GPU), of which
-    a job has `count`; with a calibration of it."""
+    a job has `count`; with a calibration of it, and the fabric between nodes (`Pods`)."""
     from maniple.hardware import list_gpus, load_gpu, with_calibration
+    from maniple.hardware.card import Fabric
 
     meant = [known for known in list_gpus() if known.startswith(f"{name.lower()}-")]
     card = load_gpu(meant[0] if len(meant) == 1 and name not in list_gpus() else name)
     if count < 1:
         raise UserError(f"--gpus {count}: a job has at least one GPU")
+    if fabric is not None:
+        pods = Fabric.parse(fabric)
+        if pods.pod_gpus % card.gpus_per_node:
+            raise UserError(f"--fabric {fabric}: a pod holds whole nodes, which have {card.gpus_per_node} {card.name}")
+        card = card.model_copy(update={"fabric": pods})
     return card if calibration is None else with_calibration(card, calibration)
 
 

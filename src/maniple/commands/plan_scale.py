@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from maniple.commands import AsJson, print_table
-from maniple.commands.plan import Load, Measured, gpu_named
+from maniple.commands.plan import Load, Measured, Pods, gpu_named
 from maniple.commands.plan_search import job_to_plan
 from maniple.errors import UserError
 
@@ -28,6 +28,7 @@ def scale(
     sequence_length: Annotated[int | None, typer.Option(help="tokens a sequence; default: at most 4,096")] = None,
     imbalance: Load = "dirichlet:8",
     calibration: Measured = None,
+    fabric: Pods = None,
     as_json: AsJson = False,
 ) -> None:
     """Say how fast one layout is on more and more GPUs, with a batch that grows and with one that stays."""
@@ -35,7 +36,7 @@ def scale(
     from maniple.plan.imbalance import Imbalance
     from maniple.plan.search import search
 
-    uneven, card_of_gpu = Imbalance.parse(imbalance), gpu_named(gpu, calibration=calibration)
+    uneven, card_of_gpu = Imbalance.parse(imbalance), gpu_named(gpu, calibration=calibration, fabric=fabric)
     gpus = scaling.sizes(first, last)
     asked = job_to_plan(model, config, set_ or [], first, global_batch_size, sequence_length)
     job, how = asked.config, f"the layout of {config}"

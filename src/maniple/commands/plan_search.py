@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from maniple.commands import AsJson, check_target, print_table
-from maniple.commands.plan import Load, Measured, gpu_named, say_other_model
+from maniple.commands.plan import Load, Measured, Pods, gpu_named, say_other_model
 
 if TYPE_CHECKING:
     from maniple.config.schema import TrainConfig
@@ -77,6 +77,7 @@ def search(
     sequence_length: Annotated[int | None, typer.Option(help="tokens a sequence; default: at most 4,096")] = None,
     imbalance: Load = "dirichlet:8",
     calibration: Measured = None,
+    fabric: Pods = None,
     write: Annotated[
         Path | None, typer.Option(metavar="FILE", help="write the best layout there, as a job for `maniple train`")
     ] = None,
@@ -88,7 +89,7 @@ def search(
     from maniple.plan.search_context import search_contexts
 
     uneven = Imbalance.parse(imbalance)
-    card_of_gpu = gpu_named(gpu, gpus, calibration)
+    card_of_gpu = gpu_named(gpu, gpus, calibration, fabric)
     if write is not None:
         check_target("--write", write)
     asked = job_to_plan(model, config, set_ or [], gpus, global_batch_size, sequence_length)
@@ -113,5 +114,6 @@ def search(
             print(line)
     if write is not None:
         words = ["maniple", "plan", "search", model, "--gpus", str(gpus), "--gpu", gpu]
-        words += [] if calibration is None else ["--calibration", str(calibration)]
+        for option, value in (("--calibration", calibration), ("--fabric", fabric)):
+            words += [] if value is None else [option, str(value)]
         search_report.write_job(found, write, shlex.join(words))

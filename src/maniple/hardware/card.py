@@ -33,6 +33,29 @@ class Attained(_Figures):
     provenance: str
 
 
+class Fabric(_Figures):
+    """A cluster's network beyond nodes. Inside a pod every NIC has its full rate, and out of it a share of that."""
+
+    pod_gpus: int = Field(ge=1)
+    taper: float = Field(gt=0, le=1, description="share of a pod's NICs that its way out carries at once")
+
+    @classmethod
+    def parse(cls, text: str) -> Fabric:
+        """`256:0.5`, pods of 256 GPUs that half of their NICs' rate leaves. Raises UserError."""
+        gpus, _, share = text.partition(":")
+        try:
+            return cls(pod_gpus=int(gpus), taper=float(share))
+        except ValueError:
+            raise UserError(
+                f"--fabric {text}: expected GPUS:SHARE, such as 256:0.5 for pods of 256 GPUs between which half of "
+                "the NICs' rate is there"
+            ) from None
+
+    def __str__(self) -> str:
+        """As `parse` takes it."""
+        return f"{self.pod_gpus}:{self.taper:g}"
+
+
 class GPU(_Figures):
     """A GPU card. Units are in the fields' names; the properties give plain bytes and FLOP/s."""
 
@@ -52,6 +75,7 @@ class GPU(_Figures):
     source: str
     attained: Attained | None = None
     calibration: Calibration | None = Field(None, description="of the user's own such GPU; no card has one")
+    fabric: Fabric | None = Field(None, description="of the user's own cluster; without it all nodes are one pod")
 
     @model_validator(mode="after")
     def _native_formats(self) -> GPU:

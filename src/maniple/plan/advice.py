@@ -32,7 +32,8 @@ def advice(plan: MemoryPlan, imbalance: Imbalance | None = None, schedule: str |
     if both is not None:
         said.append("both together " + ("would fit" if both.fits else "would not fit either"))
     gpus, model = plan.placement.world_size, plan.config.model.card or plan.card.name
-    said.append(f"`maniple plan search {model} --gpus {gpus} --gpu {plan.gpu.name}` looks for another layout")
+    where = f" --fabric {plan.gpu.fabric}" if plan.gpu.fabric else ""
+    said.append(f"`maniple plan search {model} --gpus {gpus} --gpu {plan.gpu.name}{where}` looks for another layout")
     return "what may help: " + "; ".join(said)
 
 

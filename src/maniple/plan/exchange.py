@@ -1,13 +1,14 @@
 """What ranks send each other, and how long it takes: token exchange, tensor, context, pipeline and data parallelism.
 
-Links are the two of the card: inside a node (or NVLink domain) and one NIC a GPU to other nodes. Ranks are laid out as
-Megatron-Core lays them: TP innermost, then CP, DP, PP; for experts ETP, EP, expert DP, PP.
+Links are the two of the card: inside a node (or NVLink domain) and one NIC a GPU to other nodes. Of a cluster whose
+fabric is known (`GPU.fabric`), what leaves a pod shares its way out. Ranks are laid out as Megatron-Core lays them: TP
+innermost, then CP, DP, PP; for experts ETP, EP, expert DP, PP.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import comb, gcd
+from math import comb, gcd, inf
 
 from maniple.hardware.card import GPU
 from maniple.hardware.efficiency import Efficiency
@@ -25,6 +26,15 @@ class Network:
 
     def scale_out(self, how: str) -> float:
         return self.gpu.scale_out_bytes_per_s * self.efficiency.scale_out[how]
+
+    @property
+    def pod(self) -> float:
+        """GPUs between which every NIC has its full rate."""
+        return self.gpu.fabric.pod_gpus if self.gpu.fabric else inf
+
+    def out_of_pod(self, size_bytes: float, how: str) -> float:
+        """Seconds until every GPU's `size_bytes` have left the pod, on average over its GPUs."""
+        return size_bytes / (self.scale_out(how) * self.gpu.fabric.taper) if self.gpu.fabric else 0.0
 
     def latency(self, hops: int = 1, far: int = 0) -> float:
         """What a collective or a message costs beside its bytes: so many hops one after another, `far` of them from
@@ -49,13 +59,20 @@ class Network:
         speed = self.link("ring")
         if near < ranks:
             speed = min(speed, near * self.scale_out("ring"))
-        return size_bytes * (ranks - 1) / ranks / speed + calls * self.latency(ranks - 1, -(-ranks // near) - 1)
+        sent = size_bytes * (ranks - 1) / ranks
+        seconds = sent / speed
+        if ranks * stride > self.pod:  # as many rings as ranks lie between two members, each leaving the pod once
+            seconds = max(seconds, self.out_of_pod(sent * min(1.0, stride / self.pod), "ring"))
+        return seconds + calls * self.latency(ranks - 1, -(-ranks // near) - 1)
 
-    def send_seconds(self, size_bytes: float, distance: int) -> float:
-        """One message to the rank `distance` further on."""
+    def send_seconds(self, size_bytes: float, distance: int, world_size: int) -> float:
+        """One message to the rank `distance` further on, while all ranks of a stage send theirs."""
         if distance < self.gpu.gpus_per_node:
             return size_bytes / self.link("ring") + self.latency()
-        return size_bytes / self.scale_out("ring") + self.latency(far=1)
+        seconds = size_bytes / self.scale_out("ring")
+        if world_size > self.pod:
+            seconds = max(seconds, self.out_of_pod(size_bytes * min(1.0, distance / self.pod), "ring"))
+        return seconds + self.latency(far=1)
 
     def exchange_seconds(
         self, tokens: float, token_bytes: float, moe: MoE, ranks: int, stride: int, how: str, load: float = 1.0
@@ -69,9 +86,11 @@ class Network:
             return 0.0
         near = gcd(ranks, self.in_node(ranks, stride))  # nodes that are not full hold equal shares
         nodes = ranks // near
+        in_pod = min(ranks, max(near, int(min(self.pod, ranks * stride) // stride)))  # of the group's ranks
         if how == "all_to_all":
             inside = moe.topk * (near - 1) / ranks
             outside = moe.topk * (ranks - near) / ranks
+            beyond = moe.topk * (ranks - in_pod) / ranks
         else:
             # of what arrives in a node from outside, all goes on over the links but what is for the NIC's own GPU
             inside = (
@@ -80,9 +99,11 @@ class Network:
                 else (distinct_units(moe, ranks) * (near - 1) / near)
             )
             outside = distinct_units(moe, nodes) * (nodes - 1) / nodes
+            beyond = distinct_units(moe, nodes) * (ranks - in_pod) / ranks
         near_s = inside * tokens * token_bytes * load / self.link(how)
         far_s = outside * tokens * token_bytes * load / self.scale_out(how)
-        return max(near_s, far_s) + self.latency(far=int(nodes > 1))  # both links run at once, to all ranks at once
+        beyond_s = self.out_of_pod(beyond * tokens * token_bytes * load, how)
+        return max(near_s, far_s, beyond_s) + self.latency(far=int(nodes > 1))  # all links run at once
 
 
 def distinct_units(moe: MoE, units: int) -> float:

@@ -120,7 +120,7 @@ class Bounds:
             forward.append(ahead)
             backward.append(back)
         job = self._job(layout, where)
-        send = job.network.send_seconds(job.boundary_bytes, where.world_size // where.pipeline)
+        send = job.network.send_seconds(job.boundary_bytes, where.world_size // where.pipeline, where.world_size)
         pipeline = before = 0.0
         around = sum(forward) + sum(backward) + 2 * (where.pipeline - 1) * send
         for rank in range(where.pipeline):
@@ -154,7 +154,7 @@ class Bounds:
     def send_seconds(self, layout: Layout, where: Placement) -> float:
         """Of a message from a stage to the next."""
         job = self._job(layout, where)
-        return job.network.send_seconds(job.boundary_bytes, where.world_size // where.pipeline)
+        return job.network.send_seconds(job.boundary_bytes, where.world_size // where.pipeline, where.world_size)
 
     def end_cost(self, layout: Layout, where: Placement, stage: Stage) -> StageCost:
         """Of the embedding, head and MTP layers of a stage."""

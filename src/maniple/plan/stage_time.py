@@ -76,7 +76,8 @@ class StageTime:
         return out
 
     def cost(self, job: Job) -> StageCost:
-        send = job.network.send_seconds(job.boundary_bytes, job.place.world_size // job.place.pipeline)
+        place = job.place
+        send = job.network.send_seconds(job.boundary_bytes, place.world_size // place.pipeline, place.world_size)
         return StageCost(
             forward=self.passes.forward.total,
             backward=self.passes.backward.total + self.recompute.total,

@@ -144,6 +144,8 @@ def _assumptions(job: Job) -> Iterator[str]:
         yield f"calibration {calibration.file}: {calibration.provenance}; links are the card's"
         if calibration.not_measured:
             yield f"calibration: not measured, and as without it: {', '.join(calibration.not_measured)}"
+    if (fabric := job.machine.gpu.fabric) is not None:
+        yield f"fabric: pods of {fabric.pod_gpus:,} GPUs, {fabric.taper:.0%} of their NICs' rate between them"
     for group, other in job.machine.efficiency.borrowed.items():
         yield f"{group}: {job.machine.gpu.name} has no figures of its own, and takes the shares of {other}"
 
