@@ -1,7 +1,7 @@
 """Megatron-LM with Transformer Engine, or its own local layers, as its tests run it: the last rank's memory.
 
-The models are GPT's with experts: LayerNorm, learned positions, a head tied to the embedding, GELU or SwiGLU experts,
-dropout. They have no model card, so their layers stand here, on the planner's own tapes.
+The models are GPT's with experts (LayerNorm, learned positions, a head tied to the embedding, GELU or SwiGLU experts,
+dropout), Mixtral and a short DeepSeek-V3. What a layer keeps is in `megatron_te_layers.py`, on the planner's own tapes.
 
 Constants, each of code that can be read:
 - torch gives each handle of cuBLAS and stream `CUBLAS_WORKSPACE_CONFIG` = :4096:8, 32 MiB; forward passes run on one
@@ -9,11 +9,18 @@ Constants, each of code that can be read:
   at once, on two streams, has one more.
 - Transformer Engine has a workspace of 32 MiB, and grouped products four more, one a stream
   (transformer_engine/pytorch/cpp_extensions/gemm.py).
-- The data loader makes an attention mask, one byte for each pair of tokens.
+- The data loader makes an attention mask, one byte for each pair of tokens, unless it is told not to.
+- Where a product itself adds a weight's gradient to the fp32 sum, autograd is given an empty tensor in its place: one
+  of each shape of weights, which stays (`get_dummy_wgrad`, transformer_engine/pytorch/module/base.py; the head's
+  product takes it from there, megatron/core/tensor_parallel/layers.py). `--no-gradient-accumulation-fusion` has none.
+- Megatron-LM's own head gathers the sequence into a buffer that stays, in which its own attention puts its scores too
+  (`get_global_memory_buffer`, in the same file and in core/transformer/dot_product_attention.py).
+- A pipeline stage's chunk of the model holds on to what it was sent last, and that to its gradient
+  (`set_input_tensor` in core/transformer/transformer_block.py, `retain_grad` in core/pipeline_parallel/schedules.py).
 
 Megatron-LM's defaults, where a case names nothing: expert-tensor ranks as many as tensor ranks, experts as wide as 4 x
-hidden (8 / 3 with SwiGLU, to multiples of 64), dropout 0.1, the `allgather` dispatcher,
- vocabulary padded to 128 x TP. The tokenizer is GPT-2's, 50,257 words.
+hidden (8 / 3 with SwiGLU, to multiples of 64), dropout 0.1, the `allgather` dispatcher, vocabulary padded to 128 x TP.
+The tokenizer is GPT-2's, 50,257 words.
 """
 
 from __future__ import annotations
@@ -24,8 +31,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.plan.megatron_te_layers import Shape, layer, loss, mtp_start
+
 from maniple import yamlfile
-from maniple.plan.tape import Held, Tape
 
 DATA = Path(__file__).parent / "data"
 _WORDS = 50_257
@@ -34,13 +42,21 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Row:
-    """A published run: `facts` is what its configuration says; None: it is left out, for the reason in `why`."""
+    """A published run: `facts` is what its configuration says; None: it is left out, for the reason in `why`.
+
+    gpus: how many it ran on, said by `gpus_from`: a recipe of Megatron-LM's (tests/test_utils/recipes), a rule that the
+    case's group follows, or `inferred`, from first_peak and fifth_peak (see `inferred_gpus`).
+    """
 
     case: str
     gpu: str
     line: int
     allocated: float  # bytes
     peak: float
+    gpus: int
+    gpus_from: str
+    first_peak: float  # at the end of the first step
+    fifth_peak: float
     numbers: dict[str, int]
     facts: dict[str, Any] | None
     why: str
@@ -50,6 +66,15 @@ class Row:
 class Planned:
     allocated: int
     peak: int
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Of the last rank. matrices: bytes of one of each shape among those that linear layers hold."""
+
+    dense: int
+    routed: int
+    matrices: int
 
 
 _REASONS = {
@@ -62,7 +87,6 @@ _REASONS = {
     "offloading": "activations in host memory",
     "cudagraph": "CUDA graphs, which have memory of their own",
     "fp8": "float8 in Transformer Engine, whose copies are not modelled",
-    "mixtral/": "the number of its GPUs is not published",
 }
 
 
@@ -75,100 +99,143 @@ def rows() -> list[Row]:
             why = next((reason for word, reason in _REASONS.items() if word in case), "")
             numbers = {}
             if not why:
-                numbers = {key: int(row[key]) for key in ("layers", "hidden", "heads", "seq", "experts", "mbs")}
-            sizes = (float(row[key]) * 2**30 for key in ("alloc_GiB", "max_GiB"))
-            found.append(Row(case, row["hw"], line, *sizes, numbers, None if why else facts[case], why))
+                keys = ("layers", "hidden", "heads", "seq", "experts", "mbs")
+                numbers = {key: int(row[key].strip('"').split("#")[0]) for key in keys}
+            allocated, peak, first, fifth = (
+                float(row[key] or 0) * 2**30 for key in ("alloc_GiB", "max_GiB", "first_max_GiB", "fifth_max_GiB")
+            )
+            own = None if why else facts[case]
+            gpus = int(row["gpus"] or 0)
+            found.append(
+                Row(case, row["hw"], line, allocated, peak, gpus, row["gpus_from"], first, fifth, numbers, own, why)
+            )
     return found
+
+
+def inferred_gpus(row: Row) -> int:
+    """How many GPUs a row ran on, by the moments of the optimizer.
+
+    They come into being in the first step, after its passes. So the peak up to the end of that step is the later peak
+    without them, or what is there once they are; each number of GPUs leaves a rank another share of them. Candidates
+    are the smallest world of the layout, twice as many, and so on; they differ by gigabytes.
+    """
+    facts = row.facts
+    assert facts is not None
+    tensor, pipeline = facts.get("tensor", 1), facts.get("pipeline", 1)
+    smallest = pipeline * math.lcm(tensor, facts.get("expert", 1) * facts.get("expert_tensor", tensor))
+
+    def wrong(gpus: int) -> float:
+        moments = 8 * _owned(row, _parameters(row), gpus)
+        return abs(max(row.fifth_peak - moments, row.allocated) - row.first_peak)
+
+    return min((smallest << power for power in range(8)), key=wrong)
 
 
 def planned(row: Row) -> Planned:
     """Of the last rank, which reports: after a step, and at most."""
     facts, numbers = row.facts, row.numbers
     assert facts is not None
-    world = 4 if row.case.endswith("_1node") else 8
-    tensor, pipeline = facts.get("tensor", 1), facts.get("pipeline", 1)
-    context, expert = facts.get("context", 1), facts.get("expert", 1)
-    expert_tensor = facts.get("expert_tensor", tensor)
-    width, layers = numbers["hidden"], numbers["layers"] // pipeline
-    gated = 2 if facts.get("swiglu") else 1
-    ffn = facts.get("expert_ffn", int(4 * width * 2 / 3) // 64 * 64 if gated == 2 else 4 * width)
-    shared, experts = facts.get("shared_ffn", 0), numbers["experts"]
-    vocabulary = math.ceil(_WORDS / (128 * tensor)) * 128  # of one rank
-
-    table = vocabulary * width
-    dense = layers * (4 * width * width // tensor + 4 * width + experts * width) + table + 2 * width
-    dense += layers * (1 + gated) * width * shared // tensor
-    if pipeline == 1:
-        dense += numbers["seq"] * width  # positions
-    routed = layers * experts // expert * (1 + gated) * width * ffn // expert_tensor
-    replicas, expert_replicas = world // (tensor * pipeline), world // (expert * expert_tensor * pipeline)
-    own = dense + routed
-    if facts.get("distributed_optimizer"):
-        instances = facts.get("optimizer_instances", 1)
-        own = dense // (replicas // instances) + routed // (expert_replicas // instances)
+    z = _shape(row)
+    pipeline, chunks, context = facts.get("pipeline", 1), facts.get("chunks", 1), facts.get("context", 1)
+    layers = _layers(row)
+    count = _parameters(row)
     engine = facts.get("implementation") != "local"
     workspaces = 2 + 1 + (4 if facts.get("grouped_gemm") and engine else 0) + bool(facts.get("overlap_exchange"))
-    mask = numbers["mbs"] * numbers["seq"] ** 2
-    allocated = 6 * (dense + routed) + 12 * own + workspaces * 32 * _MIB + mask
+    mask = z.sequences * numbers["seq"] ** 2 if facts.get("mask", True) else 0
+    allocated = 6 * (count.dense + count.routed) + 12 * _owned(row, count, row.gpus) + workspaces * 32 * _MIB + mask
+    if facts.get("fused_gradients"):
+        allocated += count.matrices
+    gathered = z.tokens * z.width * 2 if z.tensor > 1 else 0
+    scores = 0 if engine else z.sequences * z.heads * z.length * z.whole * 2
+    allocated += max(gathered, scores)
+    if pipeline > 1:
+        allocated += 2 * chunks * z.hidden
     if facts.get("dispatcher", "allgather") == "allgather":
         # each layer's dispatcher holds on to what it gathered of all ranks' choices: a flag and a weight an expert
-        tokens = numbers["mbs"] * numbers["seq"] // context // tensor * expert * expert_tensor
-        allocated += layers * tokens * experts * (1 + 4)
+        tokens = z.sequences * numbers["seq"] // context // z.tensor * facts.get("expert", 1) * z.expert_tensor
+        allocated += layers * tokens * z.experts * (1 + 4)
 
-    layer = _layer(row, tensor, context, expert_tensor, ffn, shared, gated)
-    tokens = numbers["mbs"] * numbers["seq"] // context
-    hidden = tokens // tensor * width * 2
-    loss = _loss(tokens, vocabulary, hidden)
-    kept = layers * layer.kept_bytes + 2 * hidden  # with what the first layer is given, and the last norm's result
-    working = max(kept + loss.forward, kept + loss.backward, kept - layer.kept_bytes + layer.backward)
+    one = layer(z)
+    head = loss(z, _vocabulary(row))
+    waiting = (chunks - 1) * pipeline * (layers // chunks)  # layers of passes whose backward has not begun
+    # with what the first layer is given, and the last norm's result
+    kept = (layers // chunks + waiting) * one.kept_bytes + 2 * z.hidden
+    if facts.get("mtp"):
+        start = mtp_start(z)
+        kept += start.kept_bytes + one.kept_bytes + 2 * z.hidden + head.kept_bytes
+    working = max(kept + head.forward, kept + head.backward, kept - one.kept_bytes + one.backward)
     return Planned(allocated, allocated + working)
 
 
-def _layer(row: Row, tensor: int, context: int, expert_tensor: int, ffn: int, shared: int, gated: int) -> Held:
+def _shape(row: Row) -> Shape:
     facts, numbers = row.facts, row.numbers
     assert facts is not None
-    width, length = numbers["hidden"], numbers["seq"] // context
-    tokens = numbers["mbs"] * length
-    local = tokens // tensor
-    heads, dim = numbers["heads"] // tensor, width // numbers["heads"]
-    hidden = local * width * 2
-    dropped = local * width if facts.get("hidden_dropout", 0.1) else 0  # one byte an element
-    tape = Tape(given=hidden)
-    tape.op("norms", ["x"], {"n1": hidden}, ["x"], extra=local * 8)
-    tape.op("attention", ["n1"], {"qkv": 3 * tokens * heads * dim * 2}, ["n1"], backward=3 * width * heads * dim * 2)
-    if facts.get("attention") == "unfused":
-        scores = numbers["mbs"] * heads * length * numbers["seq"]
-        # softmax in bf16; with dropout its mask and what is left are there too
-        extra = 2 * scores + (3 * scores if facts.get("attention_dropout", 0.1) else 0)
-        how = {"extra": extra, "forward": 2 * scores, "backward": 4 * scores}
+    tensor, width = facts.get("tensor", 1), numbers["hidden"]
+    gated = bool(facts.get("swiglu"))
+    return Shape(
+        facts=facts,
+        sequences=numbers["mbs"],
+        length=numbers["seq"] // facts.get("context", 1),
+        whole=numbers["seq"],
+        width=width,
+        heads=numbers["heads"] // tensor,
+        kv_heads=facts.get("kv_heads", numbers["heads"]) // tensor,
+        dim=width // numbers["heads"],
+        tensor=tensor,
+        expert_tensor=facts.get("expert_tensor", tensor),
+        experts=numbers["experts"],
+        ffn=facts.get("expert_ffn", int(4 * width * 2 / 3) // 64 * 64 if gated else 4 * width),
+        shared=facts.get("shared_ffn", 0),
+    )
+
+
+def _layers(row: Row) -> int:
+    """Of the last rank, without MTP."""
+    assert row.facts is not None
+    return row.facts.get("last_layers", row.numbers["layers"] // row.facts.get("pipeline", 1))
+
+
+def _vocabulary(row: Row) -> int:
+    """Of one rank."""
+    assert row.facts is not None
+    multiple = row.facts.get("vocabulary_multiple", 128)
+    return math.ceil(row.facts.get("words", _WORDS) / (multiple * row.facts.get("tensor", 1))) * multiple
+
+
+def _parameters(row: Row) -> Parameters:
+    facts, z, layers = row.facts, _shape(row), _layers(row)
+    assert facts is not None
+    table = _vocabulary(row) * z.width
+    mtp, norms = facts.get("mtp", 0), 2 if facts.get("rms_norm") else 4
+    if "mla" in facts:
+        mla = facts["mla"]
+        down = [z.width * mla["q_rank"], z.width * (mla["kv_rank"] + mla["rope"])]
+        up = [mla["q_rank"] * (mla["nope"] + mla["rope"]), mla["kv_rank"] * (mla["nope"] + mla["value"])]
+        attention = [*down, *(z.heads * each for each in up), z.heads * mla["value"] * z.width]
+        own_norms = mla["q_rank"] + mla["kv_rank"]
     else:
-        how = {"extra": tokens * heads * 4}
-    tape.op("attention", ["qkv"], {"o": tokens * heads * dim * 2}, ["qkv"], **how)
-    tape.op("attention", ["o"], {"attn": hidden}, ["o"])
-    tape.op("residual", ["x", "attn"], {"h": hidden}, extra=dropped, passes="x")
-    tape.op("norms", ["h"], {"n2": hidden}, ["h"], extra=local * 8)
-    rows = local * facts.get("topk", 1) * expert_tensor
-    one = rows * ffn // expert_tensor * 2
-    tape.op("router", ["n2"], {"probs": local * numbers["experts"] * 4}, ["n2"])
-    tape.op("exchange", ["n2"], {"rows": rows * width * 2})
-    tape.op("experts", ["rows"], {"fc1": gated * one}, ["rows"])
-    tape.op("experts", ["fc1"], {"act": one}, ["fc1"])
-    tape.op("experts", ["act", "probs"], {"weighed": one}, ["act"], moves=["act"])
-    tape.op("experts", ["weighed"], {"out": rows * width * 2}, ["weighed"])
-    tape.op("exchange", ["out"], {"mlp": hidden})
-    if shared:
-        inner = tokens * shared // tensor * 2
-        tape.op("shared", ["n2"], {"shared1": gated * inner}, ["n2"])
-        tape.op("shared", ["shared1"], {"shared2": inner}, ["shared1"])
-        tape.op("shared", ["shared2"], {"both": hidden}, ["shared2"])
-        tape.op("shared", ["mlp", "both"], {"all": hidden}, passes="mlp")
-    tape.op("residual", ["h", "all" if shared else "mlp"], {"y": hidden}, extra=dropped, passes="h")
-    return tape.run("y")
+        attention = [z.width * (z.heads + 2 * z.kv_heads) * z.dim, z.heads * z.dim * z.width]
+        own_norms = 0
+    shared = [z.gated * z.width * z.shared // z.tensor, z.width * z.shared // z.tensor]
+    expert = [each * z.width * z.ffn // z.expert_tensor for each in (z.gated, 1)]
+    projection = 2 * z.width * z.width // z.tensor
+    dense = (layers + mtp) * (sum(attention) + own_norms + norms * z.width + z.experts * z.width + sum(shared))
+    # the head, and beside MTP the embedding too; a final norm, and with MTP three more
+    dense += (1 + bool(mtp)) * table + norms // 2 * z.width + mtp * (projection + 3 * z.width)
+    if facts.get("pipeline", 1) == 1 and not facts.get("rope"):
+        dense += row.numbers["seq"] * z.width  # positions
+    routed = (layers + mtp) * z.experts // facts.get("expert", 1) * sum(expert)
+    matrices = sum(attention) + sum(shared) + sum(expert) + mtp * projection + table
+    return Parameters(dense, routed, 2 * matrices)
 
 
-def _loss(tokens: int, vocabulary: int, hidden: int) -> Held:
-    """Logits in bf16, and the fp32 copy that becomes their softmax."""
-    tape = Tape(given=hidden)
-    tape.op("head", ["x"], {"logits": tokens * vocabulary * 2}, ["x"])
-    tape.op("head", ["logits"], {"loss": tokens * 4}, extra=tokens * vocabulary * 4)
-    return tape.run("loss")
+def _owned(row: Row, count: Parameters, gpus: int) -> int:
+    """Parameters whose main copy and moments the rank holds, in a world of `gpus`."""
+    facts, z = row.facts, _shape(row)
+    assert facts is not None
+    if not facts.get("distributed_optimizer"):
+        return count.dense + count.routed
+    pipeline, instances = facts.get("pipeline", 1), facts.get("optimizer_instances", 1)
+    replicas = gpus // (z.tensor * pipeline) // instances
+    expert_replicas = gpus // (facts.get("expert", 1) * z.expert_tensor * pipeline) // instances
+    return count.dense // replicas + count.routed // expert_replicas
