@@ -62,6 +62,98 @@ def test_where_it_bends(job):
     assert "train.global_batch_size 128 is not a multiple of 1024" in strong[-1].why
     assert scaling.bend([strong[0], strong[-1]]).startswith("strong scaling ends behind 32 GPUs: ")
     assert scaling.rows(strong)[-1][3:] == ["-"] * 7
+    said = scaling.bend(strong)
+    assert "; the pipeline's bubble grew most: " in said
+    assert f"ranks idle up to {bends.bubble:.0%}, against {strong[0].bubble:.0%}" in said
+    assert said.endswith(f"; it ends behind 256 GPUs: {strong[-1].why}")
+
+
+FLAT = ["parallel.expert_parallel_size=8", "train.global_batch_size=64", "data.sequence_length=512"]
+
+
+@pytest.mark.parametrize("kind", ["weak", "strong"])
+@pytest.mark.parametrize(
+    ("sets", "part"),  # from a node of 8 GPUs to two
+    [
+        ([], "gradient_reduction"),
+        (["parallel.distributed_optimizer=false"], "gradient_reduction"),
+        (["parallel.overlap_grad_reduce=true"], "parameter_gathering"),
+        (["parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"], None),
+        (["parallel.tensor_parallel_size=2"], "gradient_reduction"),
+        (["parallel.pipeline_parallel_size=2", "parallel.expert_parallel_size=4"], None),
+        (
+            [
+                *("parallel.pipeline_parallel_size=2", "parallel.virtual_pipeline_size=2"),
+                *("parallel.expert_parallel_size=4", "moe.overlap_exchange=true"),
+            ],
+            None,
+        ),
+    ],
+)
+def test_the_part_that_grew_most_is_named_in_milliseconds(kind, sets, part):
+    config = load(None, ["model.card=qwen3-30b-a3b", *FLAT, *sets]).config
+    first, last = points = scaling.scale(config, resolve_card(config), load_gpu("h200-sxm"), [8, 16], kind)
+    more = scaling.grown(first, last)
+    tokens = 1 if kind == "weak" else 1 / 2
+    assert sum(first.parts.values()) == pytest.approx(first.seconds)
+    assert sum(more.values()) == pytest.approx(last.seconds - tokens * first.seconds)
+    grew = next(iter(more))
+    said = scaling.bend(points)
+    if more[grew] < 1e-4:
+        assert part is None
+        assert "no part of the step grew by a tenth of a millisecond" in said
+        return
+    assert part in (None, grew)
+    now, then = last.parts[grew], tokens * first.parts.get(grew, 0.0)
+    assert " grew most: " in said
+    assert f"{scaling.milliseconds(now)} of a step's {scaling.milliseconds(last.seconds)} ms" in said
+    assert f"where {scaling.milliseconds(then)} ms would keep the speed" in said
+
+
+def point(gpus: int, parts: dict[str, float] | None, *, fits: bool = True) -> scaling.Point:
+    """A made one of weak scaling, a sequence a GPU; efficiency is that of a first step of a second. None: no run."""
+    if parts is None:
+        return scaling.Point("weak", gpus, gpus, why="the batch ends")
+    seconds = sum(parts.values())
+    idle = parts.get("bubble", 0.0) / seconds
+    return scaling.Point("weak", gpus, gpus, 1, seconds, 1 / seconds, 1 / seconds, idle, 0, fits, parts=parts)
+
+
+FIRST = point(8, {"routed_experts": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ("bubble", "the pipeline's bubble"),
+        ("gradient_reduction", "gradient reduction"),
+        ("parameter_gathering", "parameter gathering"),
+        ("optimizer", "optimizer"),
+        ("exchange", "exchange"),
+        ("gaps", "gaps between kernels"),
+    ],
+)
+def test_every_part_can_be_what_grew(part, words):
+    idle = "; ranks idle up to 20%, against 0%" if part == "bubble" else ""
+    assert scaling.bend([FIRST, point(16, {"routed_experts": 1.0, part: 0.25})]) == (
+        f"weak scaling bends at 16 GPUs: 80.0% of the speed a GPU at 8; {words} grew most: 250 of a step's 1,250 ms, "
+        f"where 0.0 ms would keep the speed{idle}"
+    )
+
+
+def test_no_line_is_without_a_reason():
+    same = point(16, {"routed_experts": 1.0})
+    assert scaling.bend([FIRST, same]) == (
+        "weak scaling does not bend up to 16 GPUs: 100.0% of the speed a GPU; no part of the step grew by a tenth of a "
+        "millisecond"
+    )
+    assert scaling.bend([FIRST]) == "weak scaling: 8 GPUs are the only size"
+    assert scaling.bend([FIRST, same, point(32, None)]) == "weak scaling ends behind 16 GPUs: the batch ends"
+    large = point(8, {"routed_experts": 1.0}, fits=False)
+    assert scaling.bend([large, same]).endswith("; it fits from 16 GPUs on")
+    assert scaling.bend([large]).endswith("; it fits none of them")
+    nearly = scaling.bend([FIRST, point(16, {"routed_experts": 1.0, "optimizer": 0.112})])
+    assert "bends at 16 GPUs: 89.9% of the speed" in nearly  # not 90 %
 
 
 def test_a_job_that_is_wrong_at_the_first_size_is_refused(job):

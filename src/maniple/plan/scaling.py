@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from maniple.config.schema import TrainConfig
@@ -20,11 +21,16 @@ BEND = 0.9  # of the first size's speed a GPU
 
 Kind = Literal["weak", "strong"]
 
+_LEAST = 1e-4  # seconds
+# parts whose names alone do not say what they are
+_WORDS = {"bubble": "the pipeline's bubble", "gaps": "gaps between kernels"}
+
 
 @dataclass(frozen=True)
 class Point:
-    """A number of GPUs. efficiency: tokens a second and GPU over those of the first size. All but the first three are
-    None where the job cannot run there, and `why` says why not; memory is the fullest rank's, in bytes."""
+    """A number of GPUs. efficiency: tokens a second and GPU over those of the first size; parts: the step's seconds by
+    what they go to, as `StepTime.components`. All but the first three are empty where the job cannot run there, and
+    `why` says why not; memory is the fullest rank's, in bytes."""
 
     kind: Kind
     gpus: int
@@ -37,6 +43,7 @@ class Point:
     memory: int | None = None
     fits: bool | None = None
     why: str = ""
+    parts: dict[str, float] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -90,24 +97,78 @@ def scale(
                 max(time.bubbles),
                 most,
                 most <= gpu.memory_bytes,
+                parts=time.components,
             )
         )
     return out
 
 
 def bend(points: Sequence[Point]) -> str:
-    """Where a GPU's speed falls under nine tenths of the first size's, or the job stops."""
-    kind, last = points[0].kind, points[0]
-    for point in points:
-        if point.efficiency is None:
-            return f"{kind} scaling ends behind {last.gpus:,} GPUs: {point.why}"
-        if point.efficiency < BEND:
-            return (
-                f"{kind} scaling bends at {point.gpus:,} GPUs: {point.efficiency:.0%} of the speed a GPU at "
-                f"{points[0].gpus:,}; ranks idle up to {point.bubble:.0%}, against {points[0].bubble:.0%}"
-            )
-        last = point
-    return f"{kind} scaling does not bend up to {last.gpus:,} GPUs: {last.efficiency:.0%} of the speed a GPU"
+    """Where a GPU's speed falls under nine tenths of the first size's, by which part of the step, and where the job
+    stops. The first of `points` is one that runs."""
+    kind, first = points[0].kind, points[0]
+    running = list(itertools.takewhile(lambda point: point.efficiency is not None, points))
+    last = running[-1]
+    bent = next((point for point in running if (point.efficiency or 0.0) < BEND), None)
+    stops = points[len(running)].why if len(running) < len(points) else ""
+    said = []
+    if bent is not None:
+        said.append(
+            f"{kind} scaling bends at {bent.gpus:,} GPUs: {bent.efficiency:.1%} of the speed a GPU at {first.gpus:,}; "
+            f"{_grown(first, bent)}"
+        )
+    elif stops:
+        said.append(f"{kind} scaling ends behind {last.gpus:,} GPUs: {stops}")
+    elif last is first:
+        said.append(f"{kind} scaling: {first.gpus:,} GPUs are the only size")
+    else:
+        said.append(
+            f"{kind} scaling does not bend up to {last.gpus:,} GPUs: {last.efficiency:.1%} of the speed a GPU; "
+            f"{_grown(first, last)}"
+        )
+    if bent is not None and stops:
+        said.append(f"it ends behind {last.gpus:,} GPUs: {stops}")
+    if not all(point.fits for point in running):
+        fitting = next((point for point in running if point.fits), None)
+        said.append("it fits none of them" if fitting is None else f"it fits from {fitting.gpus:,} GPUs on")
+    return "; ".join(said)
+
+
+def grown(first: Point, point: Point) -> dict[str, float]:
+    """Seconds of a step at `point` beyond those that it had at the first size's speed, by part, the most first.
+
+    At that speed every part takes as long for a GPU's token as at `first`: in weak scaling as long for a step, in
+    strong scaling as much less as there are more GPUs. All together they are the step's seconds beyond those.
+    """
+    ideal = _ideal(first, point)
+    more = {part: point.parts.get(part, 0.0) - ideal * first.parts.get(part, 0.0) for part in first.parts | point.parts}
+    return dict(sorted(more.items(), key=lambda item: -item[1]))
+
+
+def _ideal(first: Point, point: Point) -> float:
+    """A GPU's tokens at `point` over those at `first`."""
+    return point.global_batch_size / point.gpus / (first.global_batch_size / first.gpus)
+
+
+def _grown(first: Point, point: Point) -> str:
+    """Which part of the step grew most, in milliseconds, and what ranks idle."""
+    part, more = next(iter(grown(first, point).items()))
+    idle = ""
+    if (point.bubble or 0.0) - (first.bubble or 0.0) >= 0.005:
+        idle = f"; ranks idle up to {point.bubble:.0%}, against {first.bubble:.0%}"
+    if more < _LEAST:
+        return f"no part of the step grew by a tenth of a millisecond{idle}"
+    now, then = point.parts.get(part, 0.0), _ideal(first, point) * first.parts.get(part, 0.0)
+    return (
+        f"{_WORDS.get(part, part.replace('_', ' '))} grew most: {milliseconds(now)} of a step's "
+        f"{milliseconds(point.seconds or 0.0)} ms, where {milliseconds(then)} ms would keep the speed{idle}"
+    )
+
+
+def milliseconds(seconds: float) -> str:
+    """With a tenth where there are fewer than three digits: 1,760 or 17.6 or 0.2."""
+    value = 1e3 * seconds
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
 HEADINGS = [
