@@ -77,7 +77,7 @@ FLAT = ["parallel.expert_parallel_size=8", "train.global_batch_size=64", "data.s
     [
         ([], "gradient_reduction"),
         (["parallel.distributed_optimizer=false"], "gradient_reduction"),
-        (["parallel.overlap_grad_reduce=true"], "parameter_gathering"),
+        (["parallel.overlap_grad_reduce=true", "data.sequence_length=4096"], "parameter_gathering"),
         (["parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"], None),
         (["parallel.tensor_parallel_size=2"], "gradient_reduction"),
         (["parallel.pipeline_parallel_size=2", "parallel.expert_parallel_size=4"], None),
