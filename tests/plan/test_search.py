@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -62,6 +61,10 @@ SMALL = {
         *("mixtral-8x7b", "{num_layers: 4}", 4, _gpu("h200-sxm", 80)),
         ["train.global_batch_size=8", "parallel.context_parallel_size=2"],
     ),
+    "experts cut": (
+        *("mixtral-8x7b", "{num_layers: 2, moe: {num_experts: 3}}", 4, _gpu("h200-sxm", 20)),
+        ["train.global_batch_size=8"],
+    ),
 }
 
 
@@ -71,7 +74,7 @@ def every(request):
     model, overrides, world, gpu, sets = SMALL[request.param]
     config, card = _job(model, f"model.overrides={overrides}", *sets)
     costing = _Costing(config, card, gpu, world, Imbalance())
-    legal = legal_layouts(config, card, gpu, world, (), Counter())
+    legal = legal_layouts(config, card, gpu, world, ())
     layouts = [(replace(layout, recompute=kind), where) for layout, where, kinds in legal for kind in kinds]
     return config, card, gpu, world, [(where, costing.full(layout)) for layout, where in layouts]
 
@@ -84,6 +87,7 @@ def test_it_finds_what_costing_all_finds(every):
         fits = [one for _, one in costed if one.memory.total <= round(share * gpu.memory_bytes)]
         return min((one.time.seconds for one in fits if one.layout.shape != but), default=None)
 
+    assert (max(one.layout.expert_tensor for _, one in costed) > 1) != card.moe.linear_bias  # biases are not cut
     assert found.best.time.seconds == fastest(1.0)
     assert found.second.time.seconds == fastest(1.0, found.best.layout.shape)
     assert [one.time.seconds for one in found.pareto] == sorted(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -19,7 +18,7 @@ from maniple.plan.imbalance import Imbalance
 from maniple.plan.search import _bounds, _Costing, legal_layouts, search
 from maniple.plan.search_linear import Cut, Linear, Moment, Run, linear_of
 from maniple.plan.search_program import solve
-from maniple.plan.search_space import Layout, Recompute, balanced_stages, layout_text
+from maniple.plan.search_space import Layout, balanced_stages, layout_text
 from maniple.plan.stages import place
 
 
@@ -158,7 +157,7 @@ def _setup(name: str):
     model, overrides, pipeline, chunks, sets = MODELS[name]
     config, card = _job(model, f"model.overrides={overrides}", "train.global_batch_size=16", *sets)
     gpu = load_gpu("h200-sxm")
-    layout = Layout(1, pipeline, chunks, layout_text(balanced_stages(card, pipeline * chunks)), 1, 1, Recompute())
+    layout = Layout(1, pipeline, chunks, layout_text(balanced_stages(card, pipeline * chunks)), 1, 1, 1)
     where = place(layout.applied(config), card, pipeline)
     costing = _Costing(config, card, gpu, pipeline, Imbalance())
     linear = linear_of(_bounds(costing, layout), layout, where, gpu.memory_bytes, recomputes=True)
@@ -203,7 +202,7 @@ def test_the_answer_is_nearly_that_of_planning_every_cut(name):
     bounds = _bounds(costing, layout)
     shape = search_stages.Shape(layout, where, True, True)
     tried = search_stages.improve(
-        *(bounds, [shape], ceiling, costing.ranks, float("inf")),
+        *(bounds, [(0.0, [shape])], ceiling, costing.ranks, float("inf")),
         lambda one: costing.full(one).time.pipeline_seconds,
         0.0,
     )
@@ -278,7 +277,7 @@ def test_it_beats_the_heuristic_and_says_so(capfd):
 
 def test_every_shape_is_tried_once():
     config, card = _job("deepseek-v3", "train.global_batch_size=512")
-    legal = legal_layouts(config, card, load_gpu("mi355x"), 64, (), Counter())
+    legal = legal_layouts(config, card, load_gpu("mi355x"), 64, ())
     shapes = search_stages.shapes_to_try(legal, stages_held=False, overlapped=False)
     keys = [
         (one.layout.shape, one.layout.chunks, one.layout.micro_batch, one.layout.recompute.modules) for one in shapes
@@ -314,7 +313,7 @@ def test_overlap_is_found_where_it_wins(hidden, monkeypatch):
     found = search(config, card, gpu, 16, held=held, ceilings=(), program=False)
     costing = _Costing(config, card, gpu, 16, Imbalance())
     seconds = {}
-    for layout, where, kinds in legal_layouts(config, card, gpu, 16, held, Counter()):
+    for layout, where, kinds in legal_layouts(config, card, gpu, 16, held):
         for kind, overlap in itertools.product(kinds, (False, True)):
             if overlap and (
                 kind.granularity == "full" or where.micro_batches == 1 or 1 == layout.chunks < where.pipeline

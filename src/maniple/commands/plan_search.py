@@ -83,7 +83,7 @@ def search(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the fastest layout that fits: TP, PP, chunks, stages, EP, micro-batches, recomputation, CP if long."""
+    """Find the fastest layout that fits: TP, PP, chunks, stages, EP, ETP, micro-batches, recomputation, CP if long."""
     from maniple.plan import search_report
     from maniple.plan.imbalance import Imbalance
     from maniple.plan.search_context import search_contexts
@@ -108,7 +108,7 @@ def search(
         print(search_report.searched(found))
         if found.pareto:
             print()
-            print_table(search_report.HEADINGS, search_report.rows(found), numbers=[0, 1, 2, 3, 4, 5, *range(7, 12)])
+            print_table(search_report.HEADINGS, search_report.rows(found), numbers=[0, 1, 2, 3, 4, 5, 6, *range(8, 13)])
             print()
         for line in [*search_report.explanation(found), *search_report.of_contexts(contexts)]:
             print(line)

@@ -15,7 +15,7 @@ from maniple.explain import explained
 from maniple.models import load_card
 from maniple.models.card import ModelCard
 
-__all__ = ["check", "data_parallel_size", "parse_layout", "pipeline_stages", "resolve_card"]
+__all__ = ["check", "check_sizes", "data_parallel_size", "parse_layout", "pipeline_stages", "resolve_card"]
 
 _LARGEST_SEED = 2**31 - 1  # NumPy's is 2**32 - 1, and ranks add their own numbers
 _MOST_SAMPLES = 2**40  # far past any job, and short of overflows in sample indices
@@ -79,12 +79,18 @@ def check(config: TrainConfig, card: ModelCard, world_size: int, *, gpus_per_nod
     """
     _check_precision(config, card)
     _check_world(config, world_size, gpus_per_node)
-    _check_model(config, card)
-    _check_sequence(config)
+    check_sizes(config, card)
     _check_pipeline(config, card, _check_batch(config, world_size))
     _check_recompute(config, card)
     _check_exchange(config, card)
     _check_optimizer(config)
+
+
+def check_sizes(config: TrainConfig, card: ModelCard) -> None:
+    """What of `check` depends on neither the world, the batch nor the pipeline: TP, CP, EP and ETP against model and
+    sequences."""
+    _check_model(config, card)
+    _check_sequence(config)
 
 
 def _multiple(value: int, of: int, what: str, by: str) -> None:

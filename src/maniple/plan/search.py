@@ -1,18 +1,17 @@
-"""The fastest layout of a job that fits its GPUs: every legal one is bounded, and only those are costed that could win.
+"""The fastest layout of a job that fits its GPUs: all are bounded, and only those are costed that could win.
 
-`search_bounds` says at once what a layout needs at least. Layouts whose bound of memory is over the ceiling are left
-out; the others are costed in full, best bound of time first, until no bound is better than what was found. What is
-left out cannot be better: the answer is that of costing them all.
+`search_bounds` says at once what a layout needs at least, and what all layouts of a group do (`search_groups`). Those
+whose bound of memory is over the ceiling are left out; the others are costed in full, best bound of time first, until
+no bound is better than what was found. What is left out cannot be better: the answer is that of costing them all.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from maniple.config.schema import TrainConfig
-from maniple.errors import UserError
 from maniple.hardware.card import GPU
 from maniple.models.card import ModelCard
 from maniple.plan import memory, search_overlap, search_space, search_stages
@@ -20,6 +19,7 @@ from maniple.plan.imbalance import Imbalance
 from maniple.plan.memory import RankMemory
 from maniple.plan.profile import profile_of
 from maniple.plan.search_bounds import Bounds
+from maniple.plan.search_groups import Legal, Opened, Space
 from maniple.plan.search_recompute import fewest
 from maniple.plan.search_space import Layout
 from maniple.plan.stages import Placement, place
@@ -65,7 +65,7 @@ class Programs:
 class Found:
     """What a search says.
 
-    best: the fastest that fits; second: the fastest of another shape (TP, PP, EP); pareto: the fastest under
+    best: the fastest that fits; second: the fastest of another shape (TP, PP, EP, ETP); pareto: the fastest under
     less and less memory, each slower and smaller than the one before. All are None or empty if nothing fits, and then
     nearest is the layout that needs least memory, with what its fullest rank needs. pruned: layouts that were not
     costed, by reason.
@@ -83,18 +83,9 @@ class Found:
     costed: int
     pruned: Mapping[str, int]
     programs: Programs | None
+    bounds: Bounds = field(repr=False, compare=False)
 
 
-@dataclass(frozen=True)
-class _Bounded:
-    seconds: float
-    memory: int
-    layout: Layout
-
-
-ILLEGAL = "not legal"
-_STATES = "too large by parameters and optimizer alone"
-_KEPT = "too large by what layers keep for backward"
 _MEMORY = "too large"
 _SLOWER = "slower than what was found, at best"
 
@@ -111,50 +102,50 @@ def search(
     refine: bool = True,
     program: bool = True,
     overlap: bool = True,
+    known: Bounds | None = None,
 ) -> Found:
-    """The best layout of `config` on `world_size` GPUs: TP, PP, chunks and stages, EP, micro-batch, recomputation.
+    """The best layout of `config` on `world_size` GPUs: TP, PP, chunks and stages, EP, ETP, micro-batch, recomputation.
 
-    held: dotted keys of these that stay as the job has them (`parallel.tensor_parallel_size`); CP (but see
-    `search_context`) and ETP always do.
+    held: dotted keys of these that stay as the job has them (`parallel.tensor_parallel_size`); CP always does (but see
+    `search_context`).
     refine: if best or second compute whole layers again, then the fewest of each rank that fit (`search_recompute`),
     where that is a hundredth faster. program: then stages of any sizes and recomputed layers one by one, by integer
     programs (`search_stages`), where their layouts are faster. overlap: then `moe.overlap_exchange`, for layouts that
-    could gain most by it. Raises UserError, in one line, if no layout is legal.
+    could gain most by it. known: of the same job on another number of GPUs (`Found.bounds`), whose layers' figures are
+    then not made again. Raises UserError, in one line, if no layout is legal.
     """
     costing = _Costing(config, card, gpu, world_size, imbalance or Imbalance())
     whole = gpu.memory_bytes
-    pruned: Counter[str] = Counter()
-    legal = legal_layouts(config, card, gpu, world_size, held, pruned)
-    bounds = _bounds(costing, legal[0][0])
-    every, smallest = _bounded(bounds, legal, whole, pruned)
-    looked_at = len(every) + sum(pruned.values())
-    every.sort(key=lambda one: one.seconds)
-    best, second = _fastest(costing, every, whole, pruned, two=True)
+    space = Space(config, card, gpu, world_size, held)
+    assert space.first is not None
+    bounds = known or _bounds(costing, space.first)
+    opened = Opened(space, bounds, whole)
+    pruned = opened.pruned
+    best, second = _fastest(costing, opened, whole, pruned, two=True)
     if refine and best is not None:
         refined = [_refined(costing, one) for one in (best, second) if one is not None]
         best, second, *_ = *sorted(refined, key=lambda one: one.time.seconds), None
     programs = None
     if program:
-        stages_held, overlapped = "parallel.pipeline_layout" in held, config.moe.overlap_exchange
-        shapes = search_stages.shapes_to_try(legal, stages_held=stages_held, overlapped=overlapped)
-        programs = _programs(costing, bounds, shapes, best)
+        programs = _programs(costing, opened, best)
         best, second = _two([*(one for one in (best, second) if one is not None), *programs.found])
     if overlap and best is not None and not {"moe.overlap_exchange", "parallel.overlap_param_gather"} & set(held):
-        beside = _overlapped(costing, bounds, every, best)
+        beside = _overlapped(costing, opened, best)
         best, second = _two([one for one in (best, second, *beside) if one is not None])
     pareto = [] if best is None else [best]
     for share in sorted(ceilings, reverse=True) if best is not None else ():
-        top, _ = _fastest(costing, every, round(share * whole))
+        top, _ = _fastest(costing, opened, round(share * whole))
         if top is not None and top.memory.total < pareto[-1].memory.total:
             pareto.append(top)
-    nearest = _smallest(costing, every, smallest) if best is None else None
-    if nearest is not None and programs is not None:
-        alike = [shape for shape in shapes if shape.is_of(nearest.layout)]
-        some = [search_stages.least_missing(bounds, shape, whole, costing.ranks) for shape in alike]
-        programs = replace(programs, missing=min((one for one in some if one is not None), default=None))
-    costed = 0 if best is None else sum(one.layout in costing.times for one in every)
+    nearest = None
+    if best is None:
+        opened.count_illegal()
+        nearest = _smallest(costing, opened)
+        if programs is not None:
+            programs = replace(programs, missing=_missing(costing, opened, nearest.layout))
+    costed = 0 if best is None else sum(one.layout in costing.times for one in opened.every())
     if best is not None:
-        pruned[_SLOWER] = looked_at - sum(pruned.values()) - costed
+        pruned[_SLOWER] = space.number - sum(pruned.values()) - costed
     return Found(
         card,
         gpu,
@@ -164,10 +155,11 @@ def search(
         second,
         tuple(pareto),
         nearest,
-        looked_at,
+        space.number,
         costed,
         {reason: number for reason, number in pruned.items() if number},
         programs,
+        bounds,
     )
 
 
@@ -198,36 +190,12 @@ class _Costing:
         return Costed(layout, config, where, self.memory(layout), self.times[layout])
 
 
-# a layout, where its layers are, and what it can compute again
-Legal = tuple[Layout, Placement, list[search_space.Recompute | None]]
-
-
 def legal_layouts(
-    config: TrainConfig, card: ModelCard, gpu: GPU, world_size: int, held: Collection[str], refused: Counter[str]
+    config: TrainConfig, card: ModelCard, gpu: GPU, world_size: int, held: Collection[str]
 ) -> list[Legal]:
-    """Each with where its layers are and what it can compute again; counts those that `config.check` refuses."""
-    out = []
-    reason = ""
-    for tensor, pipeline, chunks, stages, expert in search_space.shapes_of(config, card, gpu, world_size, held):
-        for size in search_space.micro_batches(config, held):
-            layout = Layout(tensor, pipeline, chunks, stages, expert, size, None)
-            plain = replace(layout, recompute=search_space.Recompute())
-            kinds = search_space.recomputes(config, -(-card.num_layers // (pipeline * chunks)), held)
-            try:
-                where = place((layout if kinds == [None] else plain).applied(config), card, world_size)
-            except UserError as error:
-                reason = str(error)
-                refused[ILLEGAL] += len(kinds)
-                continue
-            if config.moe.overlap_exchange and where.micro_batches == 1:
-                refused[ILLEGAL] += len(kinds)  # there is no other micro-batch whose work would hide the exchange
-                reason = "moe.overlap_exchange needs a second micro-batch"
-                continue
-            out.append((layout, where, kinds))
-    if not out:
-        place(config, card, world_size)  # says what is wrong with the job itself, if anything is
-        raise UserError(f"no layout of {card.name} on {world_size:,} GPUs is legal: {reason}")
-    return out
+    """All of them, each with where its layers are and what it can compute again."""
+    space = Space(config, card, gpu, world_size, held)
+    return [one for group in space.groups for one in space.legal(group)[0]]
 
 
 def _bounds(costing: _Costing, first: Layout) -> Bounds:
@@ -241,43 +209,17 @@ def _bounds(costing: _Costing, first: Layout) -> Bounds:
     return Bounds(costing.config, costing.card, costing.gpu, job, costing.profile, costing.imbalance)
 
 
-def _bounded(
-    bounds: Bounds, legal: list[Legal], ceiling: int, pruned: Counter[str]
-) -> tuple[list[_Bounded], list[_Bounded]]:
-    """Legal layouts that could fit, with their bounds, and those that need least, should nothing fit; counts in
-    `pruned` how many were left out and why."""
-    out: list[_Bounded] = []
-    smallest: list[_Bounded] = []
-    for layout, where, kinds in legal:
-        if max(bounds.states(layout, where)) > ceiling:
-            pruned[_STATES] += len(kinds)
-            last = replace(layout, recompute=kinds[-1])
-            smallest.append(_Bounded(0.0, bounds.memory(last, where), last))
-            continue
-        for kind in kinds:
-            one = replace(layout, recompute=kind)
-            size = bounds.memory(one, where)
-            if size > ceiling:
-                pruned[_KEPT] += 1
-                smallest.append(_Bounded(0.0, size, one))
-            else:
-                out.append(_Bounded(bounds.seconds(one, where), size, one))
-    return out, smallest
-
-
 def _fastest(
-    costing: _Costing, every: list[_Bounded], ceiling: int, pruned: Counter[str] | None = None, *, two: bool = False
+    costing: _Costing, opened: Opened, ceiling: int, pruned: Counter[str] | None = None, *, two: bool = False
 ) -> tuple[Costed | None, Costed | None]:
     """The fastest that needs at most `ceiling` bytes, and, with `two`, the fastest of another shape."""
     best: Costed | None = None
     second: Costed | None = None
-    for one in every:
+    for one in opened.fastest_first(ceiling):
         last = second if two else best
         if last is not None and one.seconds >= last.time.seconds:
             break
         if two and best is not None and one.layout.shape == best.layout.shape and one.seconds >= best.time.seconds:
-            continue
-        if one.memory > ceiling:
             continue
         if costing.memory(one.layout).total > ceiling:
             if pruned is not None:
@@ -302,10 +244,17 @@ def _refined(costing: _Costing, one: Costed) -> Costed:
     return fewer if fewer.time.seconds < (1 - _WORTH) * one.time.seconds else one
 
 
-def _programs(costing: _Costing, bounds: Bounds, shapes: list[search_stages.Shape], best: Costed | None) -> Programs:
+def _shapes(opened: Opened, legal: list[Legal]) -> list[search_stages.Shape]:
+    held, overlapped = "parallel.pipeline_layout" in opened.space.held, opened.space.config.moe.overlap_exchange
+    return search_stages.shapes_to_try(legal, stages_held=held, overlapped=overlapped)
+
+
+def _programs(costing: _Costing, opened: Opened, best: Costed | None) -> Programs:
+    # all of them where nothing fits, so that it can be said how many are too large
+    groups = opened.legal(None if best is None else costing.gpu.memory_bytes)
     tried = search_stages.improve(
-        bounds,
-        shapes,
+        opened.bounds,
+        ((seconds, _shapes(opened, legal)) for seconds, legal in groups),
         costing.gpu.memory_bytes,
         costing.ranks,
         float("inf") if best is None else best.time.seconds,
@@ -317,7 +266,19 @@ def _programs(costing: _Costing, bounds: Bounds, shapes: list[search_stages.Shap
     return Programs(tried, found, models, best, None)
 
 
-def _overlapped(costing: _Costing, bounds: Bounds, every: list[_Bounded], best: Costed) -> list[Costed]:
+def _missing(costing: _Costing, opened: Opened, nearest: Layout) -> float | None:
+    """Bytes that the nearest lacks with its layers cut and computed again in any way; None if no such cut is legal."""
+    some = [
+        search_stages.least_missing(opened.bounds, shape, costing.gpu.memory_bytes, costing.ranks)
+        for _, legal in opened.legal(None)
+        if legal and legal[0][0].shape == nearest.shape and legal[0][0].micro_batch == nearest.micro_batch
+        for shape in _shapes(opened, legal)
+        if shape.is_of(nearest)
+    ]
+    return min((one for one in some if one is not None), default=None)
+
+
+def _overlapped(costing: _Costing, opened: Opened, best: Costed) -> list[Costed]:
     """The layouts of the least bounds, with overlap, that fit."""
     config = costing.config
     if config.moe.overlap_exchange:
@@ -325,9 +286,10 @@ def _overlapped(costing: _Costing, bounds: Bounds, every: list[_Bounded], best: 
     moe = config.moe.model_copy(update={"overlap_exchange": True})
     parallel = config.parallel.model_copy(update={"overlap_param_gather": False})
     own = config.model_copy(update={"moe": moe, "parallel": parallel})
-    beside = Bounds(own, costing.card, costing.gpu, replace(bounds.job, config=own), costing.profile, costing.imbalance)
-    some = ((one.seconds, one.layout) for one in every)
+    job = replace(opened.bounds.job, config=own)
+    beside = Bounds(own, costing.card, costing.gpu, job, costing.profile, costing.imbalance)
     whole = costing.gpu.memory_bytes
+    some = ((one.seconds, one.layout) for one in opened.fastest_first(whole))
     out: list[Costed] = []
     seconds = best.time.seconds
     for least, layout in sorted(
@@ -346,12 +308,13 @@ def _two(costed: list[Costed]) -> tuple[Costed | None, Costed | None]:
     return best, min(others, key=lambda one: one.time.seconds, default=None)
 
 
-def _smallest(costing: _Costing, every: list[_Bounded], pruned: list[_Bounded]) -> Costed | None:
+def _smallest(costing: _Costing, opened: Opened) -> Costed:
     """The layout that needs least memory."""
     best: Layout | None = None
-    for one in sorted([*every, *pruned], key=lambda one: one.memory):
+    for one in opened.smallest_first():
         if best is not None and one.memory >= costing.memory(best).total:
             break
         if best is None or costing.memory(one.layout).total < costing.memory(best).total:
             best = one.layout
-    return None if best is None else costing.full(best)
+    assert best is not None
+    return costing.full(best)

@@ -28,6 +28,9 @@ from maniple.plan.stage_time import Job, stage_time
 from maniple.plan.stages import Placement, Stage
 from maniple.plan.time import data_parallel
 
+_ROUNDED = 8
+_BELOW = 1 - 1e-9  # sums in another order end in other digits
+
 
 @dataclass(frozen=True)
 class _Sums:
@@ -59,7 +62,8 @@ class Bounds:
     ) -> None:
         self.config, self.card, self.gpu, self.job = config, card, gpu, job
         self.profile, self.imbalance = profile, imbalance
-        self._sums: dict[tuple, tuple[_Sums, _Sums, dict[Stage, StageCost]]] = {}
+        self._sums: dict[tuple, tuple[_Sums, _Sums]] = {}
+        self._ends: dict[tuple, StageCost] = {}
         self._caches: dict[tuple, dict] = {}
         self._states: dict[tuple, tuple[list[parameters.RankParameters], list[int]]] = {}
         self._configs: dict[int, TrainConfig] = {}
@@ -70,7 +74,7 @@ class Bounds:
         return self._of_ranks(layout, where)[1]
 
     def _of_ranks(self, layout: Layout, where: Placement) -> tuple[list[parameters.RankParameters], list[int]]:
-        key = (layout.tensor, layout.pipeline, layout.stages, layout.chunks, layout.expert)
+        key = (*layout.shape, layout.stages, layout.chunks, where.world_size)
         if key not in self._states:
             config = layout.applied(self.config)
             counts = [parameters.of_rank(config, self.card, where, rank) for rank in range(where.pipeline)]
@@ -78,12 +82,32 @@ class Bounds:
             self._states[key] = counts, [round(self._on_device(size)) for size in sizes]
         return self._states[key]
 
+    def of_all_cuts(self, layout: Layout, where: Placement) -> tuple[float, int]:
+        """(seconds, bytes) that all layouts alike but for chunks, stages and recomputation take and need at least: work
+        and states as if dealt evenly to the pipeline's ranks, of which the one that has most has the mean at least.
+
+        where: one stage, which holds the whole model.
+        """
+        (stage,) = where.stages
+        hidden = self.job.software.hidden if self.config.moe.overlap_exchange else 0.0
+        costs = [cost for cost, _ in self.layers(layout, where, Recompute())]
+        costs.append(self.end_cost(layout, where, stage))
+        work = sum(
+            cost.forward + cost.backward + cost.weight - hidden * (cost.exchange_forward + cost.exchange_backward)
+            for cost in costs
+        )
+        config = layout.applied(self.config)
+        count = parameters.of_stage(config, self.card, where, stage)
+        # less a few bytes: sizes of ranks are rounded, each for itself
+        states = sum(memory.states_of(config, where, count).values()) / where.pipeline - _ROUNDED
+        return where.micro_batches * work / where.pipeline * _BELOW, int(self._on_device(states))
+
     def _on_device(self, tensors: float) -> float:
         return (tensors + self.profile.workspace) * (1 + self.profile.slack) + self.profile.context
 
     def memory(self, layout: Layout, where: Placement) -> int:
         """Bytes that the fullest rank needs at least, its layers' activations among them."""
-        whole, none, _ = self._units(layout, where)
+        whole, none = self._units(layout, where)
         full = self._recomputed_of(layout)
         states = self.states(layout, where)
         most = 0
@@ -100,7 +124,7 @@ class Bounds:
 
     def seconds(self, layout: Layout, where: Placement) -> float:
         """Seconds that a step takes at least."""
-        whole, none, ends = self._units(layout, where)
+        whole, none = self._units(layout, where)
         full = self._recomputed_of(layout)
         overlapped = self.config.moe.overlap_exchange
         hidden = self.job.software.hidden if overlapped else 0.0
@@ -114,7 +138,7 @@ class Bounds:
                 back = whole.backward[cut] - whole.backward[first] + none.backward[end] - none.backward[cut]
                 back -= hidden * (none.exchange[end] - none.exchange[first])
             if stage.embedding or stage.head or stage.mtp:
-                cost = self._ends(layout, where, ends, stage)
+                cost = self.end_cost(layout, where, stage)
                 ahead += cost.forward
                 back += cost.backward + cost.weight - hidden * (cost.exchange_forward + cost.exchange_backward)
             forward.append(ahead)
@@ -156,10 +180,6 @@ class Bounds:
         job = self._job(layout, where)
         return job.network.send_seconds(job.boundary_bytes, where.world_size // where.pipeline, where.world_size)
 
-    def end_cost(self, layout: Layout, where: Placement, stage: Stage) -> StageCost:
-        """Of the embedding, head and MTP layers of a stage."""
-        return self._ends(layout, where, self._units(layout, where)[2], stage)
-
     def _recomputed_of(self, layout: Layout) -> int:
         """How many layers of a chunk, from its first, are computed again whole."""
         kind = self.kind(layout)
@@ -171,18 +191,19 @@ class Bounds:
         own = self.config.recompute
         return layout.recompute or Recompute(own.granularity, own.num_layers, tuple(own.modules))
 
-    def _ends(self, layout: Layout, where: Placement, known: dict[Stage, StageCost], stage: Stage) -> StageCost:
+    def end_cost(self, layout: Layout, where: Placement, stage: Stage) -> StageCost:
         """Of a stage's embedding, head and MTP layers, which no job recomputes here: a bound."""
-        key = Stage(0, 0, (), stage.embedding, stage.head, stage.mtp)
-        if key not in known:
-            known[key] = self._cost(layout, where, Recompute(), key)
-        return known[key]
+        alone = Stage(0, 0, (), stage.embedding, stage.head, stage.mtp)
+        key = _sizes(layout), alone
+        if key not in self._ends:
+            self._ends[key] = self._cost(layout, where, Recompute(), alone)
+        return self._ends[key]
 
-    def _units(self, layout: Layout, where: Placement) -> tuple[_Sums, _Sums, dict[Stage, StageCost]]:
-        """Layers recomputed whole, and layers that are not (but for modules), by sums; and what is no layer."""
+    def _units(self, layout: Layout, where: Placement) -> tuple[_Sums, _Sums]:
+        """Layers recomputed whole, and layers that are not (but for modules), by sums."""
         modules = self.kind(layout).modules
         own = self.config.recompute.layers if layout.recompute is None else []
-        key = layout.tensor, layout.expert, layout.micro_batch, modules
+        key = _sizes(layout), modules
         if key not in self._sums:
             selective = Recompute("selective", None, modules) if modules else Recompute()
             full, none = self.layers(layout, where, Recompute("full")), self.layers(layout, where, selective)
@@ -192,13 +213,12 @@ class Bounds:
             self._sums[key] = (
                 _Sums.of([cost for cost, _ in full], [kept for _, kept in full]),
                 _Sums.of([cost for cost, _ in none], [kept for _, kept in none]),
-                {},
             )
         return self._sums[key]
 
     def layers(self, layout: Layout, where: Placement, kind: Recompute) -> list[tuple[StageCost, int]]:
         """(cost, bytes kept for backward) of each decoder layer, if all are computed again as `kind` says."""
-        key = layout.tensor, layout.expert, layout.micro_batch, kind
+        key = _sizes(layout), kind
         if key not in self._layers:
             self._layers[key] = self._each_layer(layout, where, kind)
         return self._layers[key]
@@ -224,9 +244,14 @@ class Bounds:
 
     def _cost(self, layout: Layout, where: Placement, kind: Recompute, stage: Stage) -> StageCost:
         config = replace(layout, recompute=kind).applied(self.config)
-        cache = self._caches.setdefault((layout.tensor, layout.expert, layout.micro_batch), {})
+        cache = self._caches.setdefault(_sizes(layout), {})
         job = replace(self.job, config=config, place=where, cache=cache)
         return stage_time(job, stage).cost(job)
+
+
+def _sizes(layout: Layout) -> tuple[int, ...]:
+    """What a layer's time and bytes depend on, whatever its stage and the number of GPUs."""
+    return layout.tensor, layout.expert, layout.expert_tensor, layout.micro_batch
 
 
 def _first_passes(where: Placement, rank: int) -> list[int]:

@@ -15,11 +15,12 @@ from maniple.hardware.units import binary_size
 from maniple.models.counting import count
 from maniple.plan import states
 from maniple.plan.report import kinds_of
-from maniple.plan.search import ILLEGAL, Costed, Found
+from maniple.plan.search import Costed, Found
+from maniple.plan.search_groups import ILLEGAL
 from maniple.plan.whole_file import write_new
 
 HEADINGS = [
-    *("TP", "PP", "chunks", "EP", "DP", "micro-batch", "recompute", "seconds", "TGS", "MFU", "GiB", "of GPU"),
+    *("TP", "PP", "chunks", "EP", "ETP", "DP", "micro-batch", "recompute", "seconds", "TGS", "MFU", "GiB", "of GPU"),
     "stages",
 ]
 _PARTS = 4  # of a difference, the largest that are named
@@ -108,8 +109,8 @@ def rows(found: Found) -> list[list[str]]:
     """One a layout of the Pareto table, the winner first; `HEADINGS` names the columns."""
     return [
         [
-            *map(str, (one.layout.tensor, one.layout.pipeline, one.layout.chunks, one.layout.expert)),
-            str(one.where.data),
+            *map(str, (one.layout.tensor, one.layout.pipeline, one.layout.chunks)),
+            *map(str, (one.layout.expert, one.layout.expert_tensor, one.where.data)),
             str(one.layout.micro_batch),
             _recompute(one),
             f"{one.time.seconds:.3g}",

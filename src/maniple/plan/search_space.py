@@ -40,14 +40,15 @@ class Layout:
     chunks: int
     stages: str | None
     expert: int
+    expert_tensor: int
     micro_batch: int
     recompute: Recompute | None = Recompute()
     overlap: bool = False
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """What tells layouts apart that differ in more than details: TP, PP, EP."""
-        return self.tensor, self.pipeline, self.expert
+    def shape(self) -> tuple[int, int, int, int]:
+        """What tells layouts apart that differ in more than details: TP, PP, EP, ETP."""
+        return self.tensor, self.pipeline, self.expert, self.expert_tensor
 
     def applied(self, config: TrainConfig) -> TrainConfig:
         """The job with this layout. It goes through the schema's validation nowhere: values are the search's own."""
@@ -58,6 +59,7 @@ class Layout:
                 "virtual_pipeline_size": self.chunks if self.stages is None and self.chunks > 1 else None,
                 "pipeline_layout": self.stages,
                 "expert_parallel_size": self.expert,
+                "expert_tensor_parallel_size": self.expert_tensor,
             }
         )
         update: dict[str, Any] = {
@@ -84,11 +86,16 @@ def divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
+# TP, PP, EP, ETP; and each way to cut the layers: chunks a rank, stages
+Shape = tuple[int, int, int, int]
+Cuts = list[tuple[int, str | None]]
+
+
 def shapes_of(
     config: TrainConfig, card: ModelCard, gpu: GPU, world_size: int, held: Collection[str]
-) -> Iterator[tuple[int, int, int, str | None, int]]:
-    """(TP, PP, chunks, stages, EP) that divide the world, the experts and the layers; what is `held` is as the job
-    says. TP stays inside a node. Legal or not in all else: `maniple.config.check` decides."""
+) -> Iterator[tuple[Shape, Cuts]]:
+    """Sizes that divide the world and the experts, with cuts for which there are layers enough; what is `held` is as
+    the job says. TP and ETP stay inside a node. Legal or not in all else: `maniple.config.check` decides."""
     parallel = config.parallel
     world = world_size // parallel.context_parallel_size if world_size % parallel.context_parallel_size == 0 else 0
     units = _number_of_units(card)
@@ -101,16 +108,17 @@ def shapes_of(
         for pipeline in sizes("pipeline_parallel_size", [size for size in divisors(world) if size <= units]):
             if not world or world % (tensor * pipeline):
                 continue
-            ranks = world_size // pipeline // parallel.expert_tensor_parallel_size
+            ranks, key = world_size // pipeline, "expert_tensor_parallel_size"
             experts = [size for size in divisors(card.moe.num_experts) if ranks % size == 0]
             stages = _stages_of(config, card, pipeline, held)
-            for (chunks, text), expert in itertools.product(stages, sizes("expert_parallel_size", experts)):
-                yield tensor, pipeline, chunks, text, expert
+            for expert in sizes("expert_parallel_size", experts):
+                # at least one, so that `check` says what is wrong with an EP that is held
+                free = [size for size in node if ranks % (expert * size) == 0] or [1]
+                for expert_tensor in sizes(key, free):
+                    yield (tensor, pipeline, expert, expert_tensor), stages
 
 
-def _stages_of(
-    config: TrainConfig, card: ModelCard, pipeline: int, held: Collection[str]
-) -> list[tuple[int, str | None]]:
+def _stages_of(config: TrainConfig, card: ModelCard, pipeline: int, held: Collection[str]) -> Cuts:
     """(chunks a rank, layout): the even cut where layers divide, and the one that the stages' work evens out."""
     parallel = config.parallel
     if "parallel.pipeline_layout" in held and parallel.pipeline_layout is not None:
@@ -123,7 +131,7 @@ def _stages_of(
     some: Sequence[int] = [1] if pipeline == 1 else CHUNKS
     if "parallel.virtual_pipeline_size" in held:
         some = [parallel.virtual_pipeline_size or 1]
-    out: list[tuple[int, str | None]] = []
+    out: Cuts = []
     for chunks in some:
         number = pipeline * chunks
         if number > _number_of_units(card):

@@ -1,15 +1,15 @@
 """Stages of any sizes and recomputed layers one by one, for the layouts that could gain most by them.
 
 The search looks at stages that are even or balanced, and at recomputation alike in all of them. Here each of its
-shapes (TP, PP, chunks, EP, micro-batch, modules) is a linear model, whose relaxed program says at once what the shape
-could reach at best. Those of the best are solved as integer programs, planned in full, and solved again with the model
-put through what that said, as long as this changes something. Only what fits by the full plan counts.
+shapes (TP, PP, chunks, EP, ETP, micro-batch, modules) is a linear model, whose relaxed program says at once what the
+shape could reach at best. Those of the best are solved as integer programs, planned in full, and solved again with the
+model put through what that said, as long as this changes something. Only what fits by the full plan counts.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from maniple.models.card import ModelCard
@@ -41,7 +41,8 @@ class Solved:
 
 @dataclass(frozen=True)
 class Tried:
-    """too_large: shapes whose states alone do not fit, however they are cut; relaxed, solved: how many programs, and
+    """shapes: of all, or of those that could win; too_large: those whose states alone do not fit, however they are cut,
+    of all if nothing fits; relaxed, solved: how many programs, and
     infeasible: those of the relaxed that have no answer; fits: answers that fit by the full plan and could be faster
     than what was found; misfits: how many do not fit."""
 
@@ -77,7 +78,7 @@ def shapes_to_try(
         own = kinds == [None]
         for modules in [()] if own else [(), *((module,) for module in MODULES)]:
             kind = None if own else Recompute("selective", None, modules) if modules else Recompute()
-            key = layout.tensor, layout.pipeline, layout.chunks, layout.expert, layout.micro_batch, modules
+            key = layout.shape, layout.chunks, layout.micro_batch, modules
             free = not stages_held and layout.pipeline > 1
             out[key] = Shape(replace(layout, recompute=kind), where, free, not (own or modules or overlapped))
     return [shape for shape in out.values() if shape.stages_free or shape.layers_free]
@@ -85,7 +86,7 @@ def shapes_to_try(
 
 def improve(
     bounds: Bounds,
-    shapes: Sequence[Shape],
+    groups: Iterable[tuple[float, Sequence[Shape]]],
     ceiling: int,
     ranks_of: Callable[[Layout], Sequence[RankMemory]],
     seconds: float,
@@ -94,23 +95,33 @@ def improve(
 ) -> Tried:
     """What programs find that takes less than `seconds`, the best so far (infinite if nothing fits).
 
+    groups: shapes, and seconds that each of them takes at least, in order of these: only those are asked for that could
+    win, and all if nothing fits.
     ranks_of: each rank's full plan; pipeline_seconds: of the full plan; tail: seconds of a step, about, beside the
     pipeline's.
     """
-    sizes = [sum(bounds.states(shape.layout, shape.where)) / shape.where.pipeline for shape in shapes]
-    numbers = [number for number, size in enumerate(sizes) if size <= ceiling]
-    too_large = len(shapes) - len(numbers)
-    if seconds == float("inf"):  # what is smallest is likeliest to fit
-        numbers.sort(key=lambda number: (sizes[number], shapes[number].layout.micro_batch))
-        del numbers[_RELAXED:]
-    heap: list[tuple[float, int, Linear | None]] = [
-        (bounds.seconds(shapes[number].layout, shapes[number].where) - tail, number, None) for number in numbers
-    ]
-    heapq.heapify(heap)
+    looked_at = too_large = 0
+    if seconds == float("inf"):
+        every = [shape for _, shapes in groups for shape in shapes]
+        some = _smallest(bounds, every, ceiling)
+        looked_at, too_large = len(every), len(every) - len(some)
+        groups = [(0.0, some[:_RELAXED])]
+    coming = iter(groups)
+    following = next(coming, None)
+    shapes: list[Shape] = []
+    heap: list[tuple[float, int, Linear | None]] = []
     relaxed = relaxed_work = infeasible = solved = small = work = misfits = 0
     fits: list[Solved] = []
     best = seconds - tail
-    while heap:
+    while heap or following is not None:
+        if following is not None and (not heap or following[0] - tail <= heap[0][0]):
+            if following[0] - tail >= best:
+                break
+            for shape in _smallest(bounds, following[1], ceiling):
+                heapq.heappush(heap, (bounds.seconds(shape.layout, shape.where) - tail, len(shapes), None))
+                shapes.append(shape)
+            following = next(coming, None)
+            continue
         least, number, linear = heapq.heappop(heap)
         if least >= best:
             break
@@ -140,7 +151,15 @@ def improve(
             if one.model_seconds < doubt * best:
                 fits.append(one)
                 best = min(best, pipeline_seconds(one.layout))
-    return Tried(len(shapes), too_large, relaxed, infeasible, solved, misfits, tuple(fits))
+    return Tried(looked_at or len(shapes), too_large, relaxed, infeasible, solved, misfits, tuple(fits))
+
+
+def _smallest(bounds: Bounds, shapes: Sequence[Shape], ceiling: int) -> list[Shape]:
+    """Those whose states would fit if they were dealt evenly to the ranks, and so could with some cut. First what is
+    smallest, which is likeliest to fit."""
+    sizes = {shape: sum(bounds.states(shape.layout, shape.where)) / shape.where.pipeline for shape in shapes}
+    some = [shape for shape in shapes if sizes[shape] <= ceiling]
+    return sorted(some, key=lambda shape: (sizes[shape], shape.layout.micro_batch))
 
 
 def least_missing(
