@@ -12,6 +12,7 @@ import typer
 
 from maniple.commands import AsJson, check_target, print_table
 from maniple.commands.plan import Load, Measured, Pods, gpu_named, say_other_model
+from maniple.errors import UserError
 
 if TYPE_CHECKING:
     from maniple.config.schema import TrainConfig
@@ -75,6 +76,10 @@ def search(
         int | None, typer.Option(help="sequences a step, over all ranks; default: 8 a GPU")
     ] = None,
     sequence_length: Annotated[int | None, typer.Option(help="tokens a sequence; default: at most 4,096")] = None,
+    gpus_from: Annotated[
+        int | None,
+        typer.Option(help="fewest GPUs that the table goes down to, by halves; default: an eighth; --gpus: none fewer"),
+    ] = None,
     imbalance: Load = "dirichlet:8",
     calibration: Measured = None,
     fabric: Pods = None,
@@ -87,16 +92,20 @@ def search(
     from maniple.plan import search_report
     from maniple.plan.imbalance import Imbalance
     from maniple.plan.search_context import search_contexts
+    from maniple.plan.search_fewer import fewer
 
     uneven = Imbalance.parse(imbalance)
     card_of_gpu = gpu_named(gpu, gpus, calibration, fabric)
+    if gpus_from is not None and not 1 <= gpus_from <= gpus:
+        raise UserError(f"--gpus-from {gpus_from}: it is from 1 to --gpus {gpus}")
     if write is not None:
         check_target("--write", write)
     asked = job_to_plan(model, config, set_ or [], gpus, global_batch_size, sequence_length)
     job, card, assumed = asked.config, asked.card, asked.assumed
     found, contexts = search_contexts(job, card, card_of_gpu, gpus, held=asked.held, imbalance=uneven)
+    others = fewer(found, asked.held, gpus_from)
     if as_json:
-        said = search_report.as_json(found) | {"contexts": search_report.contexts_as_json(contexts)}
+        said = search_report.as_json(found, others) | {"contexts": search_report.contexts_as_json(contexts)}
         print(json.dumps(said | {"assumed": assumed}, indent=2))
     else:
         print(
@@ -108,8 +117,10 @@ def search(
         print(search_report.searched(found))
         if found.pareto:
             print()
-            print_table(search_report.HEADINGS, search_report.rows(found), numbers=[0, 1, 2, 3, 4, 5, 6, *range(8, 13)])
-            print()
+            headings = search_report.HEADINGS
+            numbers = [at for at, heading in enumerate(headings) if heading not in search_report.WORDS]
+            print_table(headings, search_report.rows(found, others), numbers=numbers)
+            print(*search_report.of_fewer(found, others), "", sep="\n")
         for line in [*search_report.explanation(found), *search_report.of_contexts(contexts)]:
             print(line)
     if write is not None:

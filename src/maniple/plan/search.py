@@ -47,6 +47,11 @@ class Costed:
         """Tokens a second and GPU."""
         return self.time.tokens_per_second_per_gpu
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole job."""
+        return self.tgs * self.where.world_size
+
 
 @dataclass(frozen=True)
 class Programs:
@@ -68,7 +73,7 @@ class Found:
     best: the fastest that fits; second: the fastest of another shape (TP, PP, EP, ETP); pareto: the fastest under
     less and less memory, each slower and smaller than the one before. All are None or empty if nothing fits, and then
     nearest is the layout that needs least memory, with what its fullest rank needs. pruned: layouts that were not
-    costed, by reason.
+    costed, by reason. work: passes of pipelines that were simulated, which is what a search mostly waits for.
     """
 
     card: ModelCard
@@ -84,6 +89,7 @@ class Found:
     pruned: Mapping[str, int]
     programs: Programs | None
     bounds: Bounds = field(repr=False, compare=False)
+    work: int = 0
 
 
 _MEMORY = "too large"
@@ -99,6 +105,7 @@ def search(
     held: Collection[str] = (),
     imbalance: Imbalance | None = None,
     ceilings: Collection[float] = CEILINGS,
+    runner_up: bool = True,
     refine: bool = True,
     program: bool = True,
     overlap: bool = True,
@@ -108,11 +115,13 @@ def search(
 
     held: dotted keys of these that stay as the job has them (`parallel.tensor_parallel_size`); CP always does (but see
     `search_context`).
-    refine: if best or second compute whole layers again, then the fewest of each rank that fit (`search_recompute`),
-    where that is a hundredth faster. program: then stages of any sizes and recomputed layers one by one, by integer
-    programs (`search_stages`), where their layouts are faster. overlap: then `moe.overlap_exchange`, for layouts that
-    could gain most by it. known: of the same job on another number of GPUs (`Found.bounds`), whose layers' figures are
-    then not made again. Raises UserError, in one line, if no layout is legal.
+    runner_up: whether the second is looked for. refine: if best or second compute whole layers again, then the fewest
+    of each rank that fit (`search_recompute`), where that is a hundredth faster. program: then stages of any sizes and
+    recomputed layers one by one, by integer programs (`search_stages`), where their layouts are faster. overlap: then
+    `moe.overlap_exchange`, for layouts that could gain most by it. known: of the same job on another number of GPUs
+    (`Found.bounds`), whose layers' figures are then not made again.
+
+    Raises UserError, in one line, if no layout is legal.
     """
     costing = _Costing(config, card, gpu, world_size, imbalance or Imbalance())
     whole = gpu.memory_bytes
@@ -121,7 +130,8 @@ def search(
     bounds = known or _bounds(costing, space.first)
     opened = Opened(space, bounds, whole)
     pruned = opened.pruned
-    best, second = _fastest(costing, opened, whole, pruned, two=True)
+    best, second = _fastest(costing, opened, whole, pruned, two=runner_up)
+    second = second if runner_up else None  # what came by the way
     if refine and best is not None:
         refined = [_refined(costing, one) for one in (best, second) if one is not None]
         best, second, *_ = *sorted(refined, key=lambda one: one.time.seconds), None
@@ -160,7 +170,13 @@ def search(
         {reason: number for reason, number in pruned.items() if number},
         programs,
         bounds,
+        sum(map(_passes, costing.times, costing.times.values())),
     )
+
+
+def _passes(layout: Layout, time: StepTime) -> int:
+    """About those that `plan.time` simulated, forward and backward: of many micro-batches only some groups."""
+    return 2 * layout.pipeline * layout.chunks * min(time.micro_batches, 11 * layout.pipeline)
 
 
 class _Costing:

@@ -64,6 +64,7 @@ class Bounds:
         self.profile, self.imbalance = profile, imbalance
         self._sums: dict[tuple, tuple[_Sums, _Sums]] = {}
         self._ends: dict[tuple, StageCost] = {}
+        self._counts: dict[tuple, parameters.RankParameters] = {}
         self._caches: dict[tuple, dict] = {}
         self._states: dict[tuple, tuple[list[parameters.RankParameters], list[int]]] = {}
         self._configs: dict[int, TrainConfig] = {}
@@ -97,7 +98,9 @@ class Bounds:
             for cost in costs
         )
         config = layout.applied(self.config)
-        count = parameters.of_stage(config, self.card, where, stage)
+        if layout.shape not in self._counts:
+            self._counts[layout.shape] = parameters.of_stage(config, self.card, where, stage)
+        count = self._counts[layout.shape]
         # less a few bytes: sizes of ranks are rounded, each for itself
         states = sum(memory.states_of(config, where, count).values()) / where.pipeline - _ROUNDED
         return where.micro_batches * work / where.pipeline * _BELOW, int(self._on_device(states))

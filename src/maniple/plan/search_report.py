@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,18 @@ import yaml
 from maniple.errors import UserError
 from maniple.hardware.units import binary_size
 from maniple.models.counting import count
-from maniple.plan import states
+from maniple.plan import search_fewer, states
 from maniple.plan.report import kinds_of
 from maniple.plan.search import Costed, Found
+from maniple.plan.search_fewer import Fewer
 from maniple.plan.search_groups import ILLEGAL
 from maniple.plan.whole_file import write_new
 
 HEADINGS = [
-    *("TP", "PP", "chunks", "EP", "ETP", "DP", "micro-batch", "recompute", "seconds", "TGS", "MFU", "GiB", "of GPU"),
-    "stages",
+    *("GPUs", "TP", "PP", "chunks", "EP", "ETP", "DP", "micro-batch", "recompute"),
+    *("seconds", "tokens/s", "TGS", "*", "MFU", "GiB", "of GPU", "stages"),
 ]
+WORDS = ("recompute", "*", "stages")  # columns that are no numbers
 _PARTS = 4  # of a difference, the largest that are named
 _NOTHING = 1e-4  # share of the whole
 
@@ -51,8 +53,9 @@ def settings(costed: Costed) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def as_json(found: Found) -> dict[str, Any]:
-    """Plain data; sizes in bytes, times in seconds."""
+def as_json(found: Found, others: Sequence[Fewer] = ()) -> dict[str, Any]:
+    """Plain data; sizes in bytes, times in seconds. others: the same job on fewer GPUs."""
+    table = search_fewer.table(found, others)
     return {
         "model": found.card.name,
         "gpus": found.world_size,
@@ -64,7 +67,13 @@ def as_json(found: Found) -> dict[str, Any]:
         "pruned": dict(found.pruned),
         "best": _costed(found.best),
         "second": _costed(found.second),
-        "pareto": [_costed(one) for one in found.pareto],
+        "pareto": [
+            {**_present(one), "most_tokens_per_second_per_gpu": search_fewer.has_most_tgs(one, table)} for one in table
+        ],
+        "fewer_gpus": [
+            {"gpus": one.world_size, "best": _costed(one.found.best if one.found else None), "why": one.why or None}
+            for one in others
+        ],
         "nearest": _costed(found.nearest),
         "programs": _programs(found),
         "explanation": explanation(found),
@@ -88,12 +97,16 @@ def _programs(found: Found) -> dict[str, Any] | None:
 
 
 def _costed(one: Costed | None) -> dict[str, Any] | None:
-    if one is None:
-        return None
+    return None if one is None else _present(one)
+
+
+def _present(one: Costed) -> dict[str, Any]:
     return {
+        "gpus": one.where.world_size,
         "settings": settings(one),
         "data_parallel": one.where.data,
         "micro_batches": one.where.micro_batches,
+        "tokens_per_second": one.tokens_per_second,
         "tokens_per_second_per_gpu": one.tgs,
         "seconds": one.time.seconds,
         "pipeline_seconds": one.time.pipeline_seconds,
@@ -105,23 +118,41 @@ def _costed(one: Costed | None) -> dict[str, Any] | None:
     }
 
 
-def rows(found: Found) -> list[list[str]]:
-    """One a layout of the Pareto table, the winner first; `HEADINGS` names the columns."""
+def rows(found: Found, others: Sequence[Fewer] = ()) -> list[list[str]]:
+    """One a layout of the Pareto table, the winner first, fewer GPUs after more; `HEADINGS` names the columns."""
+    table = search_fewer.table(found, others)
     return [
         [
+            f"{one.where.world_size:,}",
             *map(str, (one.layout.tensor, one.layout.pipeline, one.layout.chunks)),
             *map(str, (one.layout.expert, one.layout.expert_tensor, one.where.data)),
             str(one.layout.micro_batch),
             _recompute(one),
             f"{one.time.seconds:.3g}",
+            f"{one.tokens_per_second:,.0f}",
             f"{one.tgs:,.0f}",
+            "*" if search_fewer.has_most_tgs(one, table) else "",
             f"{one.time.mfu:.1%}",
             f"{one.memory.total / 2**30:,.1f}",
             f"{one.memory.total / found.ceiling:.0%}",
             one.layout.stages or "even",
         ]
-        for one in found.pareto
+        for one in table
     ]
+
+
+def of_fewer(found: Found, others: Sequence[Fewer]) -> list[str]:
+    """What the table does not say of fewer GPUs: lines beneath it."""
+    if not others:
+        return []
+    table = search_fewer.table(found, others)
+    wrong = itertools.groupby((one for one in others if one.why), lambda one: one.why)
+    lines = [f"{', '.join(f'{one.world_size:,}' for one in alike)} GPUs: {why}" for why, alike in wrong]
+    if len({one.where.world_size for one in table}) > 1:
+        lines.insert(0, "*: most tokens/s a GPU (TGS) of the rows on as few GPUs with as little memory")
+    if found.best is not None and found.best not in table:
+        lines.append(f"the best on {found.world_size:,} GPUs is left out: fewer with no more memory take no longer")
+    return lines
 
 
 def searched(found: Found) -> str:
