@@ -14,6 +14,7 @@ from maniple.config.check import check, parse_layout, resolve_card
 from maniple.config.load import load
 from maniple.errors import UserError
 from maniple.hardware import load_gpu
+from maniple.hardware.card import Fabric
 from maniple.plan import search_report, search_space
 from maniple.plan.imbalance import Imbalance
 from maniple.plan.search import _Costing, legal_layouts, search
@@ -60,6 +61,11 @@ SMALL = {
     "context-parallel": (
         *("mixtral-8x7b", "{num_layers: 4}", 4, _gpu("h200-sxm", 80)),
         ["train.global_batch_size=8", "parallel.context_parallel_size=2"],
+    ),
+    "pods": (
+        *("qwen3-30b-a3b", "{num_layers: 7, moe: {num_experts: 16}}", 4),
+        _gpu("h200-sxm", 30).model_copy(update={"gpus_per_node": 2, "fabric": Fabric(pod_gpus=2, taper=0.2)}),
+        ["train.global_batch_size=16"],
     ),
     "experts cut": (
         *("mixtral-8x7b", "{num_layers: 2, moe: {num_experts: 3}}", 4, _gpu("h200-sxm", 20)),
