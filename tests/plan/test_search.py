@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -174,6 +176,15 @@ def test_fewer_layers_are_computed_again_as_far_as_they_fit():
         one_less = replace(layout, recompute=search_space.Recompute("full", None, (), fewer))
         assert costing.ranks(one_less)[rank].total > gpu.memory_bytes
     assert spared < layout.pipeline
+
+
+def test_the_guides_example_is_what_the_search_says(capsys):
+    guide = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
+    shown = re.search(r"```text\n(best: .*)\n(stages .*)\n```\n\nThat is .* on 8 H200, (.*) s without", guide)
+    assert cli.main(["plan", "search", "qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200", "--gpus-from", "8"]) == 0
+    said = capsys.readouterr().out
+    assert f"{shown[1]}\n{shown[2]}\n" in said
+    assert f"without programs: {shown[3]} s a step" in said
 
 
 def test_held_keys_stay():
