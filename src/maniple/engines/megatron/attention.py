@@ -212,7 +212,7 @@ class LatentAttention(MLASelfAttention):
         result = super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
         assert self._latents is not None
         latents, self._latents = [hold(latent) for latent in self._latents], None
-        like = torch.empty_like(hidden_states, device="meta")  # only its shape and dtype are read
+        like = hidden_states.new_empty(()).expand(hidden_states.shape)  # only shape and dtype are read: one element
 
         def again() -> tuple[torch.Tensor, ...]:
             self._latents = latents[0](), latents[1]()

@@ -106,7 +106,7 @@ def trace(job: TrainConfig, card: ModelCard, rank: int, world_size: int) -> DryR
         meter.begin_step()
         with watched(chunks, meter) as kept:
             step.run_schedule(chunks, _batches(job, chunks), _cut(job, run), META, forward_only=False)
-        peak = meter.peak
+        peak, phase, peaks, holds = meter.peak, meter.phase, dict(meter.peaks), meter.holds.copy()
         parallel = job.parallel
         cut = parallel.context_parallel_size * parallel.tensor_parallel_size  # MoE needs sequence parallelism with TP
         tokens = job.train.micro_batch_size * job.data.sequence_length // cut
@@ -127,9 +127,9 @@ def trace(job: TrainConfig, card: ModelCard, rank: int, world_size: int) -> DryR
         even=even,
         worst=worst,
         kept=kept,
-        phase=meter.phase,
-        peaks=meter.peaks,
-        at_peak=_by_module(meter.holds),
+        phase=phase,
+        peaks=peaks,
+        at_peak=_by_module(holds),
         tokens=tokens,
         seconds=time.monotonic() - started,
     )
