@@ -106,6 +106,13 @@ def test_tiny_keeps_every_feature(name):
     }
 
 
+def test_an_mtp_layer_is_as_the_last_decoder_layer_is():
+    card = load_card("deepseek-v3")
+    assert card.is_moe_layer(card.num_layers)
+    dense = card.with_overrides({"num_layers": card.moe.num_dense_layers})
+    assert not any(dense.is_moe_layer(layer) for layer in range(dense.num_layers + dense.num_mtp_layers))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_tiny_of_tiny_and_overrides_stay_valid(name):
     tiny = load_card(name).tiny()

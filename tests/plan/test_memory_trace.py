@@ -57,6 +57,7 @@ def test_formula_and_trace_agree(name, traced):
             f"{name}, rank {rank}: states {plan.state_bytes / states - 1:+.3%}, beside them "
             f"{others / traced_others - 1:+.2%}, peak {plan.peak / trace['peak_bytes'] - 1:+.3%} ({plan.moment})"
         )
+        assert trace["peaks"][trace["phase"]] == max(trace["peaks"].values()) == trace["peak_bytes"]
         assert plan.parameters.total == trace["parameters"]
         assert plan.rank == trace["pipeline_stage"]
         assert plan.state_bytes == pytest.approx(states, rel=5e-4)

@@ -39,6 +39,15 @@ def test_backward_frees_what_it_has_read():
     assert tape.run("z").backward == 10 + 20 + 10 + 100
 
 
+def test_a_gradient_that_its_caller_holds_stays_until_the_end():
+    tape = Tape(given=4)
+    tape.op("a", ["x"], {"u": 10}, ["x"], backward=100)
+    tape.op("b", ["u"], {"y": 20}, ["u"])
+    # of a: the gradients of u and x, and its own 100; y's is the caller's
+    assert tape.run("y").backward == 10 + 4 + 100
+    assert tape.run("y", held=True).backward == 10 + 4 + 100 + 20
+
+
 def test_two_gradients_of_one_tensor_are_added_in_place_or_not():
     def branches(sums_in_place: bool) -> int:
         tape = Tape(given=50, sums_in_place=sums_in_place)

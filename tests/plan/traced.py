@@ -23,8 +23,10 @@ _QWEN, _DEEPSEEK = "qwen3-30b-a3b", "deepseek-v3"
 _TP = "parallel.tensor_parallel_size=2"
 _PP = "parallel.pipeline_parallel_size=4"
 _FEW = "model.overrides.moe.num_experts=16"
+_CP = "parallel.context_parallel_size=2"
+_TIED = "model.overrides.tied_embeddings=true"
 # what two passes that run together need at once is a bound: not less, and not much more
-ROUGH = {"qwen3, exchange overlapped": 0.05}
+ROUGH = {"qwen3, exchange overlapped": 0.05, "deepseek-v3, exchange overlapped": 0.05}
 CASES: dict[str, tuple[list[str], int, tuple[int, ...]]] = {
     "qwen3, logits": (_of(_QWEN, 2), 8, (0,)),
     "qwen3, fused loss": (_of(_QWEN, 2, "train.loss=fused", "train.micro_batch_size=8"), 8, (0,)),
@@ -95,6 +97,101 @@ CASES: dict[str, tuple[list[str], int, tuple[int, ...]]] = {
         _of(_QWEN, 2, _SMALL, "optimizer.main_params_dtype=bf16", "optimizer.moments_dtype=bf16"),
         8,
         (0,),
+    ),
+    "qwen3, one dtype of states in host memory": (
+        _of(_QWEN, 2, _SMALL, "optimizer.offload_fraction=1", "optimizer.moments_dtype=bf16"),
+        8,
+        (0,),
+    ),
+    "qwen3, gradients and gathers overlapped": (
+        _of(_QWEN, 3, _SMALL, "parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"),
+        8,
+        (0,),
+    ),
+    "qwen3, exchange with itself": (_of(_QWEN, 2, _SMALL, _FEW, "moe.dispatcher=all_to_all", experts=1), 2, (0,)),
+    "qwen3, expert-tensor without tensor-parallel": (
+        _of(_QWEN, 2, _SMALL, _FEW, "parallel.expert_tensor_parallel_size=2", experts=2),
+        8,
+        (0,),
+    ),
+    "qwen3, buffers": (_of(_QWEN, 3, _SMALL, _FEW, "moe.buffer_factor=1.5", experts=2), 8, (0,)),
+    "qwen3, pages": (
+        _of(_QWEN, 3, _SMALL, _FEW, "moe.buffer_factor=2", "moe.pages_factor=1.25", experts=2),
+        8,
+        (0,),
+    ),
+    "qwen3, fp8": (_of(_QWEN, 3, _SMALL, "precision.recipe=fp8"), 8, (0,)),
+    "qwen3, fp8_block but for two layers": (
+        _of(
+            _QWEN,
+            4,
+            _SMALL,
+            *("precision.recipe=fp8_block", "precision.bf16_first_layers=1", "precision.bf16_last_layers=1"),
+        ),
+        8,
+        (0,),
+    ),
+    "qwen3, mxfp8": (_of(_QWEN, 3, _SMALL, "precision.recipe=mxfp8"), 8, (0,)),
+    "qwen3, mxfp8, few tokens": (_of(_QWEN, 3, _SMALL, _TP, "precision.recipe=mxfp8"), 8, (0,)),
+    "qwen3, tied": (_of(_QWEN, 2, _TIED), 8, (0,)),
+    "qwen3, tied, fused loss": (_of(_QWEN, 2, _TIED, "train.loss=fused", "train.micro_batch_size=8"), 8, (0,)),
+    "qwen3, tied, pipeline": (_of(_QWEN, 4, _FEW, _TIED, _PP, experts=2), 8, (0, 6)),
+    "deepseek-v3, up-projections": (
+        _of(_DEEPSEEK, 4, _SMALL, _FEW, _SELECTIVE, "recompute.modules=[mla_up_proj]"),
+        8,
+        (0,),
+    ),
+    "deepseek-v3, up-projections, tensor-parallel": (
+        _of(_DEEPSEEK, 4, _SMALL, _FEW, _TP, _SELECTIVE, "recompute.modules=[mla_up_proj,norm]"),
+        8,
+        (0,),
+    ),
+    "deepseek-v3, up-projections and core": (
+        _of(_DEEPSEEK, 4, _SMALL, _FEW, _CP, _SELECTIVE, "recompute.modules=[mla_up_proj,core_attn]"),
+        8,
+        (0, 1),
+    ),
+    "deepseek-v3, fp8_block": (_of(_DEEPSEEK, 4, _SMALL, _FEW, "precision.recipe=fp8_block"), 8, (0,)),
+    "deepseek-v3, all layers dense": (_of(_DEEPSEEK, 3, _SMALL, _FEW), 8, (0,)),
+    "deepseek-v3, two depths": (_of(_DEEPSEEK, 4, _SMALL, _FEW, "model.overrides.num_mtp_layers=2"), 8, (0,)),
+    "deepseek-v3, embedding": (_of(_DEEPSEEK, 4, _FEW, _FULL, "train.loss=fused", "train.micro_batch_size=1"), 8, (0,)),
+    "deepseek-v3, two depths, embedding": (
+        _of(
+            _DEEPSEEK,
+            4,
+            _FEW,
+            _FULL,
+            *("recompute.layers=[0,1,2,3,4,5]", "train.loss=fused", "train.micro_batch_size=1"),
+            "model.overrides.num_mtp_layers=2",
+        ),
+        8,
+        (0,),
+    ),
+    "deepseek-v3, tied, fused loss": (
+        _of(_DEEPSEEK, 4, _FEW, _TIED, "model.overrides.vocab_size=65536", "train.loss=fused"),
+        8,
+        (0,),
+    ),
+    "deepseek-v3, exchange overlapped": (
+        _of(_DEEPSEEK, 4, _SMALL, _FEW, "moe.overlap_exchange=true", experts=2),
+        4,
+        (0,),
+    ),
+    "qwen3, only tokens kept": (
+        _of(_QWEN, 3, _SMALL, _FEW, _SELECTIVE, "recompute.modules=[permute,experts]", experts=1),
+        2,
+        (0,),
+    ),
+    "qwen3, fp8_block, core and norms": (
+        _of(_QWEN, 3, _SMALL, _SELECTIVE, "recompute.modules=[core_attn,norm]", "precision.recipe=fp8_block"),
+        8,
+        (0,),
+    ),
+    "glm-4.5-air": (_of("glm-4.5-air", 3, _SMALL, _FEW), 8, (0,)),
+    "gpt-oss, documents, context": (
+        _of("gpt-oss-20b", 2, _SMALL, _CP, "data.attend_across_documents=false"),
+        8,
+        (0, 1),
     ),
 }
 

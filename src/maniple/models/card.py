@@ -153,8 +153,9 @@ class ModelCard(_Facts):
         return self
 
     def is_moe_layer(self, layer: int) -> bool:
-        """Whether decoder layer `layer` (from 0) has experts; layers from `num_layers` on are MTP layers."""
-        return layer >= self.moe.num_dense_layers
+        """Whether decoder layer `layer` (from 0) has experts; layers from `num_layers` on are MTP layers, which are as
+        the last decoder layer is."""
+        return min(layer, self.num_layers - 1) >= self.moe.num_dense_layers
 
     def window(self, layer: int) -> int | None:
         """Keys a query of decoder layer `layer` (from 0) sees, itself included; None: all before it."""

@@ -120,12 +120,18 @@ def _product(tape: Tape, source: str, rows: int, inside: int, outside: int, z: S
     name = f"{source}.turned{len(tape.ops)}"
     tape.op("quantized", [source], {name: quantized_bytes(rows, inside, tape.quantized)}, moves=[])
     both = 2 * quantized_bytes(rows, outside, tape.quantized)
-    return [[name]], both, quantized_bytes(rows, inside, tape.quantized)
+    weight = emulated_weight(inside * outside, tape.quantized)
+    return [[name]], both + weight, quantized_bytes(rows, inside, tape.quantized) + weight
+
+
+def emulated_weight(elements: int, each: int) -> int:
+    """Bytes of a weight as mxfp8 rounds it, in bf16: made anew for each product that is emulated, and not kept."""
+    return 2 * elements if each == 2 else 0
 
 
 def quantized_bytes(rows: int, width: int, each: int) -> int:
-    """Values and their scales: 4 bytes for 128 of them, or 1 for 32."""
-    return rows * width * each + rows * width // 32
+    """Values and their scales: 4 bytes for 128 of them, or 1 for 32. Two bytes a value: rounded ones, without."""
+    return rows * width * each + (rows * width // 32 if each == 1 else 0)
 
 
 def _core(tape: Tape, card: ModelCard, layer: int, z: Shapes, profile: Profile, again: bool) -> None:
@@ -139,10 +145,14 @@ def _core(tape: Tape, card: ModelCard, layer: int, z: Shapes, profile: Profile, 
     b, heads = z.b, z.heads
     held = ["k", "v"] if card.mla is not None else ["k", "qkv"]
     moves = ["q", "k", "v"]
+    gathered = 0
     if z.context > 1:  # keys and values of all ranks, in one tensor
         size = z.B * z.whole * z.kv_heads * (width + value) * b
-        tape.op("attention", ["k", "v"], {"whole": size}, forward=2 * size // z.context + size, backward=size)
-        held, moves = ["whole"], ["q", "whole"]
+        if again:  # gathered again too
+            gathered = size
+        else:
+            tape.op("attention", ["k", "v"], {"whole": size}, forward=2 * size // z.context + size, backward=size)
+            held, moves = ["whole"], ["q", "whole"]
     kept: set[str] = set()
     extra = own = 0
     for queries, keys, biased in spans(card, layer, z, profile):
@@ -164,8 +174,9 @@ def _core(tape: Tape, card: ModelCard, layer: int, z: Shapes, profile: Profile, 
     if "q" in tape.forgets:  # projected once more, before they are rotated
         backward += tape.sizes["q0"] + tape.sizes["kv0"]
     if again:  # only what goes in is kept
-        every = extra + backward
-        tape.op("attention", [*moves], {"o": result}, ["q", *held, "o"], forward=extra, backward=every, moves=moves)
+        every = extra + backward + 2 * gathered  # and its gradient
+        forward = extra + gathered
+        tape.op("attention", [*moves], {"o": result}, ["q", *held], forward=forward, backward=every, moves=moves)
     else:
         tape.op(
             "attention",

@@ -33,13 +33,16 @@ class Layers:
 @dataclass(frozen=True)
 class Piece:
     """A part of a model chunk. waits: bytes of a weight's gradient that its backward leaves for another use of the same
-    weight to add to; takes: of such that it adds to and hands on."""
+    weight to add to; takes: of such that it adds to and hands on. weight: one that other pieces may use too, and whose
+    gradient is `gradient` bytes of what its backward needs, until `_shared` has said who waits for whom."""
 
     name: str
     held: Held
     waits: int = 0
     takes: int = 0
     is_layer: bool = False
+    weight: str = ""
+    gradient: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,8 @@ def chunk_of(layers: Layers, stage: Stage) -> Chunk:
     pieces: list[Piece] = []
     if stage.embedding:
         whole = z.T * z.D * z.b if z.tensor > 1 else 0
-        takes = table if stage.mtp else 0
-        backward = one + whole + _with_sum(table, takes, profile)
-        pieces.append(Piece("embedding", Held({"embedding": one}, one + whole, backward, one), takes=takes))
+        held = Held({"embedding": one}, one + whole, one + whole + table, one)
+        pieces.append(Piece("embedding", held, weight="embedding", gradient=table))
     for index, number in enumerate(stage.layers):
         held = layers.held(number)
         if _is_recomputed(config, number, index):
@@ -79,11 +81,11 @@ def chunk_of(layers: Layers, stage: Stage) -> Chunk:
         every = (1 + len(stage.mtp)) * one
         pieces.append(Piece("MTP result", Held({"mtp": every}, every, every, every)))
     if stage.head:
-        pieces += _heads(config, card, stage, z, profile)
+        pieces += _heads(config, card, z, profile)
     given = 0 if stage.embedding else one
     if stage.head and card.num_mtp_layers and not stage.mtp:  # the hidden states of all depths
         given *= 1 + card.num_mtp_layers
-    return Chunk(tuple(pieces), given)
+    return Chunk(tuple(_shared(pieces, 2 * one, profile)), given)
 
 
 def _mtp(layers: Layers, stage: Stage, depth: int) -> list[Piece]:
@@ -94,42 +96,47 @@ def _mtp(layers: Layers, stage: Stage, depth: int) -> list[Piece]:
     last = memory_layers.final_norm(z)
     if number in config.recompute.layers:
         held = memory_layers.recomputed(held)
-    first = depth == len(stage.mtp) - 1  # going backward
     table = z.V * z.D * z.b
-    waits = table if stage.embedding and first else 0
-    takes = 0 if first else table
     recompute = config.recompute
     if recompute.granularity == "full" and not recompute.layers and recompute.num_layers is None:
         # upstream recomputes the block from the projection on; not with a number of layers
         inner = start.kept_bytes + held.kept_bytes + last.kept_bytes
         most = max(start.backward, start.kept_bytes + max(held.forward, held.backward), inner)
         # with the gradients of the hidden states of every depth
-        return [Piece(f"MTP {depth}", Held({"mtp": 2 * one}, most, most + 4 * one, one), waits)]
+        both = Held({"mtp": 2 * one}, most, most + 4 * one, one)
+        return [Piece(f"MTP {depth}", both, weight="embedding", gradient=table)]
     return [
-        Piece(f"MTP {depth} start", start, waits, takes=takes if stage.embedding else 0),
+        Piece(f"MTP {depth} start", start, weight="embedding", gradient=table),
         Piece(f"layer {number}", held, is_layer=True),
         Piece(f"MTP {depth} norm", last),
     ]
 
 
-def _heads(config: TrainConfig, card: ModelCard, stage: Stage, z: Shapes, profile: Profile) -> list[Piece]:
-    """One use of the head for each MTP depth, and the last for the loss. Backward, the gradients of the one weight wait
-    for each other, unless they are added to the fp32 sum at once."""
+def _heads(config: TrainConfig, card: ModelCard, z: Shapes, profile: Profile) -> list[Piece]:
+    """One use of the head for each MTP depth, and the last for the loss. The fused loss adds the gradient of a weight
+    that is the head's alone to its fp32 sum at once."""
     head = memory_layers.head(config, card, z, profile)
-    depths = card.num_mtp_layers
-    weight = z.linear(z.D, z.V) if config.train.loss == "logits" else 0
-    if not depths:
-        return [Piece("loss", head)]
-    summed = replace(
-        head, backward=max(head.backward, _with_sum(weight, weight, profile) - weight + 2 * z.L * z.D * z.b)
-    )
-    pieces = [Piece(f"MTP {depth} loss", summed, takes=weight if depth == 0 else 0) for depth in range(depths)]
-    return [*pieces, Piece("loss", head, waits=weight)]
+    tied = card.tied_embeddings
+    gradient = z.linear(z.D, z.V) if config.train.loss == "logits" or tied else 0
+    names = [*(f"MTP {depth} loss" for depth in range(card.num_mtp_layers)), "loss"]
+    return [Piece(name, head, weight="embedding" if tied else "head", gradient=gradient) for name in names]
 
 
-def _with_sum(new: int, waiting: int, profile: Profile) -> int:
-    """Bytes of a weight's gradient while it is added to one that waits for it, that one included."""
-    return new + waiting + (new if waiting and not profile.sums_in_place else 0)
+def _shared(pieces: list[Piece], beside: int, profile: Profile) -> list[Piece]:
+    """Gradients of one weight with several uses wait for each other, from the last use on to the first, and are added
+    up there. beside: bytes of gradients of hidden states that are there while two are added."""
+    out = list(pieces)
+    for weight in {piece.weight for piece in pieces if piece.gradient}:
+        uses = [index for index, piece in enumerate(pieces) if piece.weight == weight and piece.gradient]
+        for index in uses if len(uses) > 1 else []:
+            piece, size = pieces[index], pieces[index].gradient
+            held = piece.held
+            if index != uses[-1]:
+                summed = size if profile.sums_in_place else 2 * size
+                held = replace(held, backward=max(held.backward, summed + beside))
+            waits, takes = size if index == uses[-1] else 0, size if index == uses[0] else 0
+            out[index] = replace(piece, held=held, waits=waits, takes=takes)
+    return out
 
 
 def _is_recomputed(config: TrainConfig, number: int, index: int) -> bool:

@@ -53,7 +53,7 @@ def _forgotten(modules: list[str]) -> dict[str, tuple[str, ...]]:
     if "mla_up_proj" in modules:
         forgets |= {"q": ("k", "v"), "k": ("q", "v"), "v": ("q", "k")}
     if "permute" in modules:
-        forgets |= {"rows": ()}
+        forgets |= {"rows": (), "rows.turned": ("rows",)}
     if "moe_act" in modules:
         forgets |= {"act": (), "act.turned": ("act",)}
     return forgets
@@ -118,13 +118,17 @@ def head(config: TrainConfig, card: ModelCard, z: Shapes, profile: Profile) -> H
     keeps = config.train.loss == "fused_kept"
     most = z.T if keeps else max(1, _LOSS_CHUNK // (z.V * z.b) // _LOSS_STEP) * _LOSS_STEP
     chunk, part = min(z.T, most) * z.V, z.V * z.D * 4
+    # a tied head's gradient is not added to the weight's fp32 sum, since the embedding has a part in it: it has its own
+    own = part if card.tied_embeddings else 0
     if profile.oracles:  # exponentials, products and gradient in fp32 before they are rounded
         forward = chunk * (z.b + 8)
-        backward = max(chunk * (z.b * 2 + 8), chunk * (z.b * (2 if keeps else 1) + 4) + part)
+        sum_of_others = own if chunk < z.T * z.V else 0  # chunks before
+        backward = max(chunk * (z.b * 2 + 8), chunk * (z.b * (2 if keeps else 1) + 4) + part) + sum_of_others
     else:
-        forward = backward = chunk * z.b  # the gradient takes the logits' place
-    if card.tied_embeddings:  # its gradient is not added to the fp32 sum at once, since the embedding has a part in it
-        backward += z.V * z.D * (4 + z.b)
+        forward = chunk * z.b
+        backward = forward + own  # the gradient takes the logits' place
+    if own and z.b < 4:
+        backward = max(backward, own + z.V * z.D * z.b)
     kept = chunk * z.b if keeps else 0
     tape.op(
         "head",

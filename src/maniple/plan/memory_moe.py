@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from maniple.config.schema import TrainConfig
 from maniple.models.card import ModelCard
-from maniple.plan.memory_attention import column_parallel, quantized_bytes, row_parallel
+from maniple.plan.memory_attention import column_parallel, emulated_weight, quantized_bytes, row_parallel
 from maniple.plan.profile import Profile
 from maniple.plan.shapes import Shapes
 from maniple.plan.tape import Tape
@@ -89,7 +89,7 @@ def moe_layer(
     if "experts" in modules:
         inner = Tape(sums_in_place=tape.sums_in_place, quantized=tape.quantized, sizes={"rows": rows})
         _experts(inner, z, rows, one)
-        held = inner.run("out")
+        held = inner.run("out", held=True)
         again = max(held.forward, held.backward) - rows
         tape.op("routed_experts", ["rows"], {"out": rows}, ["rows"], forward=held.forward - rows, backward=again)
     else:
@@ -135,8 +135,8 @@ def _experts(tape: Tape, z: Shapes, rows: int, one: int) -> None:
             weight_first=True,
         )
         return
-    padded = z.S + (z.local_experts - 1) * 128  # each group's rows to whole blocks
     width, q = z.expert_ffn, tape.quantized
+    padded = z.S + (z.local_experts - 1) * 128 if q == 1 else z.S  # each group's rows to whole blocks
     tape.op(
         "routed_experts",
         ["rows"],
@@ -144,13 +144,14 @@ def _experts(tape: Tape, z: Shapes, rows: int, one: int) -> None:
         moves=[],
         forward=quantized_bytes(z.S, z.D, q),
     )
-    grad = quantized_bytes(z.S, 2 * width, q) + quantized_bytes(padded, 2 * width, q)
+    weight = emulated_weight(z.local_experts * width * z.D, q)
+    grad = quantized_bytes(z.S, 2 * width, q) + quantized_bytes(padded, 2 * width, q) + 2 * weight
     tape.op(
         "routed_experts",
         ["rows"],
         {"gate_up": 2 * one},
         ["rows.turned"],
-        forward=quantized_bytes(z.S, z.D, q),
+        forward=quantized_bytes(z.S, z.D, q) + 2 * weight,
         backward=grad,
     )
     keeps, back = _in_pages(z, {"gate_up": 2 * one})
@@ -164,10 +165,9 @@ def _experts(tape: Tape, z: Shapes, rows: int, one: int) -> None:
         moves=[],
         forward=quantized_bytes(z.S, width, q),
     )
-    grad = quantized_bytes(z.S, z.D, q) + quantized_bytes(padded, z.D, q)
-    tape.op(
-        "routed_experts", ["act"], {"out": rows}, ["act.turned"], forward=quantized_bytes(z.S, width, q), backward=grad
-    )
+    grad = quantized_bytes(z.S, z.D, q) + quantized_bytes(padded, z.D, q) + weight
+    made = quantized_bytes(z.S, width, q) + weight
+    tape.op("routed_experts", ["act"], {"out": rows}, ["act.turned"], forward=made, backward=grad)
 
 
 def _in_pages(z: Shapes, sizes: dict[str, int]) -> tuple[dict[str, int], int]:

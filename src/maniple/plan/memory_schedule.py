@@ -154,13 +154,21 @@ def _side_by_side(ahead: tuple[Piece, ...], back: tuple[Piece, ...]) -> list[tup
         return (numbers[0], numbers[-1] + 1) if numbers else (len(pieces), len(pieces))
 
     (first, end), (back_first, back_end) = layers(ahead), layers(back)
-    return [
-        *((piece, None) for piece in ahead[:first]),
-        *((None, piece) for piece in back[:back_first]),
-        *itertools.zip_longest(ahead[first:end], back[back_first:back_end]),
-        *((piece, None) for piece in ahead[end:]),
-        *((None, piece) for piece in back[back_end:]),
-    ]
+    pairs: list[tuple[Piece | None, Piece | None]] = [(piece, None) for piece in ahead[:first]]
+    pairs += [(None, piece) for piece in back[:back_first]]
+    for mine, other in itertools.zip_longest(_by_layer(ahead[first:end]), _by_layer(back[back_first:back_end])):
+        # what is between layers, of an MTP depth, runs by itself
+        pairs += [(piece, None) for piece in (mine or ())[:-1]]
+        pairs += [(None, piece) for piece in (other or ())[:-1]]
+        pairs.append((mine[-1] if mine else None, other[-1] if other else None))
+    pairs += [(piece, None) for piece in ahead[end:]]
+    return pairs + [(None, piece) for piece in back[back_end:]]
+
+
+def _by_layer(pieces: tuple[Piece, ...]) -> list[tuple[Piece, ...]]:
+    """Each layer, behind what comes before it. The last of `pieces` is a layer."""
+    ends = [number + 1 for number, piece in enumerate(pieces) if piece.is_layer]
+    return [pieces[start:end] for start, end in itertools.pairwise([0, *ends])]
 
 
 def _pass(chunk: Chunk, forward: bool) -> tuple[int, str, Counter[str]]:

@@ -76,5 +76,6 @@ DRY_RUN = Profile(
     communication=0,
     slack=0.0,
     passing=0,
+    native_mxfp8=False,
     accumulates=False,
 )

@@ -95,8 +95,9 @@ class Tape:
             )
         )
 
-    def run(self, result: str) -> Held:
-        """result: the tensor that is handed on, which stays."""
+    def run(self, result: str, *, held: bool = False) -> Held:
+        """result: the tensor that is handed on, which stays. held: whoever calls for the backward pass keeps the
+        gradient of the result until it is done."""
         last_read = {name: index for index, op in enumerate(self.ops) for name in op.reads}
         kept_by = Counter(name for op in self.ops for name in op.keeps)
         part_of = {name: op.part for op in self.ops for name in op.writes}
@@ -112,9 +113,9 @@ class Tape:
         kept: Counter[str] = Counter()
         for name, size in live.items():
             kept[part_of[name]] += size
-        return Held(kept, most, self._backward(dict(live), result, kept_by), self.sizes[result])
+        return Held(kept, most, self._backward(dict(live), result, kept_by, held), self.sizes[result])
 
-    def _backward(self, live: dict[str, int], result: str, kept_by: Counter[str]) -> int:
+    def _backward(self, live: dict[str, int], result: str, kept_by: Counter[str], held: bool) -> int:
         kept_by = Counter(kept_by)
         _drop(live, kept_by)  # what comes after has let go of the result
         grads = {result: self.sizes[result]}
@@ -127,6 +128,8 @@ class Tape:
             if incoming:
                 fresh = {} if op.passes else {name: self._size(name) for name in op.moves}
                 now = sum(live.values()) + sum(grads.values()) + sum(fresh.values())
+                if held and result not in grads:
+                    now += self.sizes[result]
                 if op.weight_first:
                     gone = sum(live[name] for name in op.keeps if name in self.forgets and kept_by[name] == 1)
                     now -= min(gone, sum(fresh.values()))
