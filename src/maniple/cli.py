@@ -6,6 +6,7 @@ Everything heavy is imported inside the command that needs it, so that `maniple 
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import json
 import os
@@ -318,6 +319,8 @@ def show(config: OptionalConfig = None, overrides: Overrides = None, set_: Set =
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line and returns its exit code; a user's mistake becomes one line on standard error."""
+    if sys.stdout is None:  # closed by who started this
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for as long as the process lives)
     try:
         code = app(arguments, prog_name="maniple", standalone_mode=False)
         sys.stdout.flush()
@@ -335,6 +338,10 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:
+        if _is_output(error) and not worker.is_launched() and not worker.is_worker():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _complain(f"the output cannot be written: {error.strerror}")  # type: ignore[attr-defined]
+            return 2
         if hasattr(error, "format_message"):  # a usage error of typer's
             context = getattr(error, "ctx", None)
             help_of = context.command_path if context else "maniple"
@@ -348,6 +355,11 @@ def main(arguments: list[str] | None = None) -> int:
         if worker.is_worker():
             worker.record(error)
         raise
+
+
+def _is_output(error: Exception) -> bool:
+    """A full disk behind standard output: what fails at a file names it."""
+    return isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None
 
 
 def _complain(message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -34,7 +35,37 @@ def test_a_plan_in_words(capsys):
     assert "assumed: data.sequence_length=4096, train.global_batch_size=32" in lines
     assert any("E 0-47 L" in line for line in lines)
     assert "routed experts" in out
-    assert lines[-1].startswith("fits: ") or lines[-1].startswith("does not fit: ")
+    assert lines[-2].startswith("fits: ")
+    assert lines[-1].startswith("error band: ")
+
+
+def test_the_error_band_is_what_tests_hold_plans_to(capsys):
+    plan = planned(capsys, *QWEN)
+    total = plan["ranks"][0]["total"]
+    least, most = plan["error_band"]
+    assert total == pytest.approx(1.05 * least, rel=1e-9) == pytest.approx(0.97 * most, rel=1e-9)
+    at_most = ["--set", "train.micro_batch_size=1", "--imbalance", "3.65"]  # just so
+    assert cli.main([*QWEN, *at_most]) == 0
+    *_, verdict, band = capsys.readouterr().out.splitlines()
+    share = planned(capsys, *QWEN, *at_most)["ranks"][0]["total"] / plan["gpu_memory"]
+    assert 0.97 < share <= 1.05
+    assert verdict.startswith("fits: ") == (share <= 1)
+    assert band.endswith("whether it fits is not certain")
+
+
+def test_without_a_layout_the_best_is_named(capsys):
+    words = ["plan", "deepseek-v2-lite", "--gpus", "16", "--gpu", "h200"]
+    assert cli.main(words) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("no layout was given; the best is TP 1, PP ")
+    assert planned(capsys, *words)["best_layout"] == last
+    batch = planned(capsys, *words)["assumed"]["train.global_batch_size"]
+    search = planned(capsys, "plan", "search", *words[1:], "--global-batch-size", str(batch), "--gpus-from", "16")
+    seconds = float(re.search(r"([\d.]+) s for as many tokens", last)[1])
+    assert seconds == pytest.approx(search["best"]["seconds"], rel=1e-3)
+    given = planned(capsys, *words, "--set", "parallel.tensor_parallel_size=2")
+    assert given["best_layout"] is None
+    assert "none fits" in planned(capsys, "plan", "deepseek-v3", "--gpus", "8", "--gpu", "h200")["best_layout"]
 
 
 def test_sizes_of_a_tiny_job_are_not_all_zero(capsys):
@@ -65,17 +96,27 @@ def test_a_job_that_does_not_fit_says_where(capsys):
 def test_a_job_that_does_not_fit_says_what_would_help(capsys):
     words = ["plan", "qwen3-30b-a3b", "--gpus", "4", "--gpu", "h200", "--set", "parallel.expert_parallel_size=4"]
     assert cli.main(words) == 0
-    verdict, said = capsys.readouterr().out.splitlines()[-2:]
+    verdict, _, said = capsys.readouterr().out.splitlines()[-3:]
     assert verdict.startswith("does not fit: ")
     usual, helped = planned(capsys, *words), planned(capsys, *words, "--set", "optimizer.offload_fraction=1")
     freed = usual["ranks"][0]["total"] - helped["ranks"][0]["total"]
     assert said == usual["advice"]
-    assert f"optimizer.offload_fraction=1 would free {freed / 2**30:.2f} GiB; both together would fit; " in said
+    assert f"optimizer.offload_fraction=1 would free {freed / 2**30:.2f} GiB, which is enough; " in said
     assert said.endswith("`maniple plan search qwen3-30b-a3b --gpus 4 --gpu h200-sxm` looks for another layout")
     assert helped["advice"] is None
     host = helped["ranks"][0]["host"]
     assert host == {kind: usual["ranks"][0]["states"][kind] for kind in ("main parameters", "moments")}
     assert helped["host_per_node"] == 4 * sum(host.values())
+
+
+def test_what_is_enough_alone_is_not_asked_for_twice(capsys):
+    """Full recomputation alone makes it fit."""
+    words = [*QWEN, "--imbalance", "8"]
+    said = planned(capsys, *words)["advice"]
+    assert "recompute.granularity=full would free 112." in said
+    assert "GiB, which is enough; optimizer.offload_fraction=1 would free " in said
+    assert "both together" not in said
+    assert planned(capsys, *words, "--set", "recompute.granularity=full")["fits"]
 
 
 def test_a_job_file_and_its_batch_are_taken_as_they_are(capsys):

@@ -124,7 +124,8 @@ def test_what_leaves_a_pod_shares_its_way_out():
 def test_a_fabric_in_words():
     assert Fabric.parse("256:0.5") == Fabric(pod_gpus=256, taper=0.5)
     assert str(Fabric.parse("256:0.50")) == "256:0.5"
-    for text in ("", "256", "256:", "0:0.5", "256:0", "256:1.5", "256:nan", "x:1", "256:0.5:1", "-8:0.5"):
+    wrong = ["", "256", "256:", "0:0.5", "256:0", "256:1.5", "256:nan", "x:1", "256:0.5:1", "-8:0.5"]
+    for text in [*wrong, "8:1e-320", "\u0668:0.5", " 8:0.5"]:
         with pytest.raises(UserError, match="expected GPUS:SHARE"):
             Fabric.parse(text)
 

@@ -137,6 +137,8 @@ def test_the_smallest_is_found_where_nothing_fits(every):
         ("deepseek-v3", 8, "h200-sxm", False),
         ("qwen3-30b-a3b", 1024, "mi355x", True),
         ("mixtral-8x7b", 256, "h200-sxm", True),
+        ("deepseek-v3", 1024, "mi355x", True),
+        ("minimax-m2", 64, "mi355x", True),
     ],
 )
 def test_plans_of_the_grid_are_quick_and_legal(model, gpus, gpu, fits):
@@ -148,6 +150,11 @@ def test_plans_of_the_grid_are_quick_and_legal(model, gpus, gpu, fits):
     for one in [*found.pareto, *([found.second] if found.second else [])]:
         check(one.config, card, gpus, gpus_per_node=8)
         assert one.memory.total <= load_gpu(gpu).memory_bytes
+    said = search_report.explanation(found)
+    if fits:  # within the error band of what there is
+        assert any(line.startswith("by the error band") for line in said) == (
+            found.best.memory.total > 0.97 * load_gpu(gpu).memory_bytes
+        )
     sizes = [(one.tgs, one.memory.total) for one in found.pareto]
     assert sizes == sorted(sizes, reverse=True)
     json.dumps(search_report.as_json(found))

@@ -108,6 +108,9 @@ def job(
     card = resolve_card(config_)
     plan = report.memory_plan(config_, card, card_of_gpu, gpus, uneven, schedule)
     time = estimate(config_, card, card_of_gpu, gpus, imbalance=uneven, schedule=schedule)
+    best = None
+    if config is None and gpus > 1 and not simulated and not any(_is_layout(text) for text in set_ or []):
+        best = _best(model, set_ or [], config_, card_of_gpu, gpus, uneven)
     ranks: list[int | None] = [*(trace_rank or [])] or ([None] if trace else [])
     traced = [_traced(plan, rank) for rank in ranks]
     if pipeline_trace is not None:
@@ -127,7 +130,7 @@ def job(
         html_report.write(asked, report_)
     if as_json:
         said = report.as_json(plan) | {"time": time_report.as_json(time), "assumed": assumed}
-        said |= {"advice": advice(plan, uneven, schedule)}
+        said |= {"advice": advice(plan, uneven, schedule), "best_layout": best}
         said |= {"simulated_only": True} if simulated else {}
         print(json.dumps(said | ({"trace": traced[0], "traces": traced} if traced else {}), indent=2))
         return
@@ -158,7 +161,7 @@ def job(
     print(time_report.headline(time))
     if simulated:
         print(f"schedule {schedule}: simulated only; the engine runs 1f1b and interleaved")
-    for line in (report.host_line(plan), plan.verdict, advice(plan, uneven, schedule)):
+    for line in (report.host_line(plan), plan.verdict, plan.band, advice(plan, uneven, schedule), best):
         if line is not None:
             print(line)
 
@@ -179,6 +182,29 @@ def gpu_named(name: str, count: int = 1, calibration: Path | None = None, fabric
             raise UserError(f"--fabric {fabric}: a pod holds whole nodes, which have {card.gpus_per_node} {card.name}")
         card = card.model_copy(update={"fabric": pods})
     return card if calibration is None else with_calibration(card, calibration)
+
+
+def _is_layout(text: str) -> bool:
+    return text.strip().startswith(("parallel", "recompute"))
+
+
+def _best(model: str, sets: list[str], config, gpu, gpus: int, imbalance) -> str:
+    """A line for a job of which no layout was given: what `maniple plan search` finds for the same tokens."""
+    from maniple.commands.plan_search import job_to_plan
+    from maniple.hardware.units import binary_size, three_digits
+    from maniple.plan import search_report
+    from maniple.plan.search_context import search_contexts
+
+    batch, length = config.train.global_batch_size, config.data.sequence_length
+    asked = job_to_plan(model, None, sets, gpus, batch, length)
+    best = search_contexts(asked.config, asked.card, gpu, gpus, held=asked.held, imbalance=imbalance)[0].best
+    how = f"`maniple plan search` with --global-batch-size {batch}"
+    if best is None:
+        return f"no layout was given, and none fits: {how} says what is missing"
+    return (
+        f"no layout was given; the best is {search_report.said(best)}: {three_digits(best.time.seconds)} s for as many "
+        f"tokens, {binary_size(best.memory.total)}: {how} says why, and writes it"
+    )
 
 
 def say_other_model(model: str, config: Path | None) -> None:

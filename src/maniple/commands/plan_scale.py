@@ -34,14 +34,14 @@ def scale(
     """Say how fast one layout is on more and more GPUs, with a batch that grows and with one that stays."""
     from maniple.plan import scaling, search_report
     from maniple.plan.imbalance import Imbalance
-    from maniple.plan.search import search
+    from maniple.plan.search_context import search_contexts
 
     uneven, card_of_gpu = Imbalance.parse(imbalance), gpu_named(gpu, calibration=calibration, fabric=fabric)
     gpus = scaling.sizes(first, last)
     asked = job_to_plan(model, config, set_ or [], first, global_batch_size, sequence_length)
     job, how = asked.config, f"the layout of {config}"
     if config is None:
-        best = search(job, asked.card, card_of_gpu, first, held=asked.held, imbalance=uneven, ceilings=()).best
+        best = search_contexts(job, asked.card, card_of_gpu, first, held=asked.held, imbalance=uneven)[0].best
         if best is None:
             raise UserError(
                 f"--from {first}: no layout of {asked.card.name} fits {first:,} x {card_of_gpu.name}; `maniple plan "

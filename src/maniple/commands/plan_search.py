@@ -104,6 +104,15 @@ def search(
     job, card, assumed = asked.config, asked.card, asked.assumed
     found, contexts = search_contexts(job, card, card_of_gpu, gpus, held=asked.held, imbalance=uneven)
     others = fewer(found, asked.held, gpus_from)
+    if write is not None:
+        words = ["maniple", "plan", "search", model, "--gpus", str(gpus), "--gpu", gpu]
+        for option, value in (
+            *(("--config", config), ("--calibration", calibration), ("--fabric", fabric)),
+            *(("--global-batch-size", global_batch_size), ("--sequence-length", sequence_length)),
+            *(("--imbalance", imbalance if uneven != Imbalance() else None), *(("--set", text) for text in set_ or [])),
+        ):
+            words += [] if value is None else [option, str(value)]
+        search_report.write_job(found, write, shlex.join(words))
     if as_json:
         said = search_report.as_json(found, others) | {"contexts": search_report.contexts_as_json(contexts)}
         print(json.dumps(said | {"assumed": assumed}, indent=2))
@@ -123,8 +132,3 @@ def search(
             print(*search_report.of_fewer(found, others), "", sep="\n")
         for line in [*search_report.explanation(found), *search_report.of_contexts(contexts)]:
             print(line)
-    if write is not None:
-        words = ["maniple", "plan", "search", model, "--gpus", str(gpus), "--gpu", gpu]
-        for option, value in (("--calibration", calibration), ("--fabric", fabric)):
-            words += [] if value is None else [option, str(value)]
-        search_report.write_job(found, write, shlex.join(words))

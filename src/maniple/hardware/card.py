@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
@@ -37,18 +38,18 @@ class Fabric(_Figures):
     """A cluster's network beyond nodes. Inside a pod every NIC has its full rate, and out of it a share of that."""
 
     pod_gpus: int = Field(ge=1)
-    taper: float = Field(gt=0, le=1, description="share of a pod's NICs that its way out carries at once")
+    taper: float = Field(ge=1e-3, le=1, description="share of a pod's NICs that its way out carries at once")
 
     @classmethod
     def parse(cls, text: str) -> Fabric:
         """`256:0.5`, pods of 256 GPUs that half of their NICs' rate leaves. Raises UserError."""
-        gpus, _, share = text.partition(":")
         try:
-            return cls(pod_gpus=int(gpus), taper=float(share))
+            found = re.fullmatch(r"([0-9]{1,9}):([0-9.e-]+)", text)
+            return cls(pod_gpus=int(found[1]), taper=float(found[2])) if found else cls(pod_gpus=0, taper=0)
         except ValueError:
             raise UserError(
                 f"--fabric {text}: expected GPUS:SHARE, such as 256:0.5 for pods of 256 GPUs between which half of "
-                "the NICs' rate is there"
+                "the NICs' rate is there; SHARE is 0.001 to 1"
             ) from None
 
     def __str__(self) -> str:

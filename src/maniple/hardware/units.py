@@ -1,4 +1,4 @@
-"""Sizes in words."""
+"""Sizes and times in words."""
 
 from __future__ import annotations
 
@@ -10,3 +10,8 @@ def binary_size(size: float) -> str:
     if size >= 2**20:
         return f"{size / 2**20:,.1f} MiB"
     return f"{size / 2**10:,.1f} KiB"
+
+
+def three_digits(value: float, sign: str = "") -> str:
+    """A number to three digits, `0.0123`, `12.3`; a large one whole, `7,890`. sign: "+" shows it."""
+    return f"{value:{sign},.0f}" if abs(value) >= 999.5 else f"{value:{sign}.3g}"

@@ -22,13 +22,16 @@ def advice(plan: MemoryPlan, imbalance: Imbalance | None = None, schedule: str |
     if plan.fits:
         return None
     said: list[str] = []
+    alone = False
     changes: dict[str, dict[str, Any]] = {}
     for key, change in _CHANGES.items():
         changed = _changed(plan, change, imbalance, schedule)
         if changed is not None and (freed := plan.tightest.total - changed.tightest.total) > 0:
-            said.append(f"{key} would free {binary_size(freed)}")
+            enough = ", which is enough" if changed.fits else ""
+            said.append(f"{key} would free {binary_size(freed)}{enough}")
             changes |= change
-    both = _changed(plan, changes, imbalance, schedule) if len(said) == 2 else None
+            alone = alone or changed.fits
+    both = _changed(plan, changes, imbalance, schedule) if len(said) == 2 and not alone else None
     if both is not None:
         said.append("both together " + ("would fit" if both.fits else "would not fit either"))
     gpus, model = plan.placement.world_size, plan.config.model.card or plan.card.name

@@ -22,6 +22,7 @@ from typing import Any
 import maniple
 from maniple.config.schema import TrainConfig
 from maniple.hardware.card import GPU
+from maniple.hardware.units import three_digits
 from maniple.models.card import ModelCard
 from maniple.plan import report, scaling, time_report, what_if
 from maniple.plan.imbalance import Imbalance
@@ -243,7 +244,9 @@ def page(data: dict[str, Any]) -> str:
         "title": html.escape(f"{data['model']} on {data['gpus']:,} × {data['gpu']}"),
         "layout": html.escape(own["layout"]),
         "verdict": html.escape(own["verdict"]),
-        "speed": html.escape(f"{own['seconds']:.3g} s a step, {own['tgs']:,.0f} tokens/s a GPU, MFU {own['mfu']:.1%}"),
+        "speed": html.escape(
+            f"{three_digits(own['seconds'])} s a step, {own['tgs']:,.0f} tokens/s a GPU, MFU {own['mfu']:.1%}"
+        ),
         "policy": html.escape(policy),
         "style": style,
         "data": _json(data),

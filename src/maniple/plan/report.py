@@ -16,6 +16,14 @@ from maniple.plan.memory import RankMemory
 from maniple.plan.profile import profile_of
 from maniple.plan.stages import Placement, Stage, folded, place
 
+# how far a plan may be above and below what is measured, by tests/plan/test_memory.py
+ABOVE, BELOW = 0.05, 0.03
+
+
+def band(total: int) -> tuple[int, int]:
+    """Bytes that a rank planned at `total` really needs, from and to."""
+    return round(total / (1 + ABOVE)), round(total / (1 - BELOW))
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -43,6 +51,19 @@ class MemoryPlan:
             f"of {binary_size(self.gpu.memory_bytes)} ({tight.total / self.gpu.memory_bytes:.0%})"
         )
         return f"fits: the tightest, {said}" if self.fits else f"does not fit: {said}"
+
+    @property
+    def band(self) -> str:
+        """A line: from what to what the tightest rank may really need, and whether that decides."""
+        least, most = band(self.tightest.total)
+        assumed = sum(self.tightest.reserved.values())
+        line = (
+            f"error band: {binary_size(least)} to {binary_size(most)} at the planned load; "
+            f"{binary_size(assumed)} of this are no tensors, and assumed"
+        )
+        if least <= self.gpu.memory_bytes < most:
+            line += ": whether it fits is not certain"
+        return line
 
     @property
     def host_per_node(self) -> int:
@@ -79,6 +100,7 @@ def as_json(plan: MemoryPlan) -> dict[str, Any]:
         "gpu_memory": plan.gpu.memory_bytes,
         "fits": plan.fits,
         "verdict": plan.verdict,
+        "error_band": band(plan.tightest.total),
         "tightest_rank": plan.tightest.rank,
         "host_per_node": plan.host_per_node,
         "layout": {

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from maniple.config.schema import TrainConfig
 from maniple.errors import UserError
 from maniple.hardware.card import GPU
+from maniple.hardware.units import three_digits
 from maniple.models.card import ModelCard
 from maniple.plan import memory
 from maniple.plan.imbalance import Imbalance
@@ -197,7 +198,7 @@ def rows(points: Sequence[Point]) -> list[list[str]]:
                 if point.seconds is None
                 else [
                     f"{point.micro_batches:,}",
-                    f"{point.seconds:.3g}",
+                    three_digits(point.seconds),
                     f"{point.tokens_per_second_per_gpu:,.0f}",
                     f"{point.efficiency:.1%}",
                     f"{point.bubble:.0%}",

@@ -69,7 +69,9 @@ def build(name: str, ranks: int, micro_batches: int, chunks: int = 1, *, overlap
     if name not in SCHEDULES:
         raise UserError(f"no pipeline schedule is named {name!r}: choose one of {', '.join(SCHEDULES)}")
     if wants.get(name, chunks) != chunks:
-        raise UserError(f"schedule {name} has {wants[name]} model chunks a rank, not {chunks}")
+        how = "leave it out" if wants[name] == 1 else f"set it to {wants[name]}"
+        number = "one model chunk" if wants[name] == 1 else f"{wants[name]} model chunks"
+        raise UserError(f"schedule {name} has {number} a rank, not {chunks}: parallel.virtual_pipeline_size, {how}")
     if name in SPLIT:
         if overlap:
             raise UserError(f"schedule {name} already fills its waits with weight gradients: leave overlap out")

@@ -9,7 +9,7 @@ from maniple.errors import UserError
 from maniple.hardware.card import GPU
 from maniple.models.card import ModelCard
 from maniple.plan.imbalance import Imbalance
-from maniple.plan.search import Found, search
+from maniple.plan.search import CEILINGS, Found, search
 
 KEY = "parallel.context_parallel_size"
 LONG = 32_768  # tokens a sequence from which it is tried though something fits without
@@ -30,28 +30,39 @@ def search_contexts(
     has the key. Raises UserError if no layout of the job's own size is legal.
     """
 
-    def at(size: int) -> Found:
+    def at(size: int, *, whole: bool = True) -> Found:
+        """whole: with all that is done for a winner, which sizes need not have that are only compared."""
         parallel = config.parallel.model_copy(update={"context_parallel_size": size})
         job = config.model_copy(update={"parallel": parallel})
-        return search(job, card, gpu, world_size, held=held, imbalance=imbalance)
+        ceilings = CEILINGS if whole else ()
+        return search(
+            *(job, card, gpu, world_size),
+            held=held,
+            imbalance=imbalance,
+            ceilings=ceilings,
+            program=whole,
+            overlap=whole,
+        )
 
     size, length = config.parallel.context_parallel_size, config.data.sequence_length
-    best = at(size)
+    is_long = length >= LONG
+    best, chosen = at(size, whole=KEY in held or not is_long), size
     found = {size: best}
-    if KEY in held or (not _states_fit(best) if best.best is None else length < LONG):
+    if KEY in held or (not is_long and (best.best is not None or not _states_fit(best))):
         return best, found
     while world_size % (2 * size) == 0 and length % (4 * size) == 0:  # a rank has two parts of a sequence
         size *= 2
         try:
-            found[size] = at(size)
+            found[size] = at(size, whole=False)
         except UserError:  # none is legal, and none of the next will be
             break
         if not _better(found[size], best):
             if best.best is not None:
                 break
             continue
-        best = found[size]
-    return best, found
+        best, chosen = found[size], size
+    found[chosen] = at(chosen)
+    return found[chosen], found
 
 
 def _states_fit(found: Found) -> bool:

@@ -11,17 +11,17 @@ from typing import Any
 import yaml
 
 from maniple.errors import UserError
-from maniple.hardware.units import binary_size
+from maniple.hardware.units import binary_size, three_digits
 from maniple.models.counting import count
 from maniple.plan import search_fewer, states
-from maniple.plan.report import kinds_of
+from maniple.plan.report import band, kinds_of
 from maniple.plan.search import Costed, Found
 from maniple.plan.search_fewer import Fewer
 from maniple.plan.search_groups import ILLEGAL
 from maniple.plan.whole_file import write_new
 
 HEADINGS = [
-    *("GPUs", "TP", "PP", "chunks", "EP", "ETP", "DP", "micro-batch", "recompute"),
+    *("GPUs", "TP", "PP", "chunks", "CP", "EP", "ETP", "DP", "micro-batch", "recompute"),
     *("seconds", "tokens/s", "TGS", "*", "MFU", "GiB", "of GPU", "stages"),
 ]
 WORDS = ("recompute", "*", "stages")  # columns that are no numbers
@@ -124,11 +124,11 @@ def rows(found: Found, others: Sequence[Fewer] = ()) -> list[list[str]]:
     return [
         [
             f"{one.where.world_size:,}",
-            *map(str, (one.layout.tensor, one.layout.pipeline, one.layout.chunks)),
+            *map(str, (one.layout.tensor, one.layout.pipeline, one.layout.chunks, one.where.context)),
             *map(str, (one.layout.expert, one.layout.expert_tensor, one.where.data)),
             str(one.layout.micro_batch),
             _recompute(one),
-            f"{one.time.seconds:.3g}",
+            three_digits(one.time.seconds),
             f"{one.tokens_per_second:,.0f}",
             f"{one.tgs:,.0f}",
             "*" if search_fewer.has_most_tgs(one, table) else "",
@@ -167,6 +167,13 @@ def explanation(found: Found) -> list[str]:
         return _too_large(found)
     best, second = found.best, found.second
     lines = [f"best: {said(best)}: {_speed(best)}", *_cut(best), *_of_programs(found)]
+    least, most = band(best.memory.total)
+    if most > found.gpu.memory_bytes:
+        lines.append(
+            f"by the error band it needs {binary_size(least)} to {binary_size(most)}, which may be more than there is: "
+            "rows further down are safer"
+        )
+    lines += best.time.assumptions
     if second is None:
         return [*lines, "no layout of another shape fits"]
     lines.append(f"second: {said(second)}: {_speed(second)}, {second.tgs / best.tgs - 1:+.1%}")
@@ -174,8 +181,8 @@ def explanation(found: Found) -> list[str]:
     sizes = _differences(kinds_of(best.memory), kinds_of(second.memory), best.memory.total)
     more = best.memory.total - second.memory.total
     lines.append(
-        f"the best takes {second.time.seconds - best.time.seconds:.3g} s less"
-        + _listed(f"{part} {value:+.3g} s" for part, value in times)
+        f"the best takes {three_digits(second.time.seconds - best.time.seconds)} s less"
+        + _listed(f"{part} {three_digits(value, '+')} s" for part, value in times)
     )
     lines.append(
         f"and needs {binary_size(abs(more))} {'more' if more >= 0 else 'less'} on its fullest rank"
@@ -191,7 +198,7 @@ def of_contexts(found: Mapping[int, Found]) -> list[str]:
     each = []
     for size, one in found.items():
         if one.best is not None:
-            each.append(f"CP {size} {one.best.time.seconds:.3g} s")
+            each.append(f"CP {size} {three_digits(one.best.time.seconds)} s")
         else:
             each.append(
                 f"CP {size} does not fit" + (f" ({binary_size(one.nearest.memory.total)})" if one.nearest else "")
@@ -254,11 +261,11 @@ def _of_programs(found: Found) -> list[str]:
     if best.layout not in programs.models:
         return [f"stages and layers by integer program: {counts}, none is faster"]
     seconds, size = programs.models[best.layout]
-    full = f"{best.time.pipeline_seconds:.3g} s, {binary_size(best.memory.total)}"
-    without = "nothing fits" if before is None else f"{before.time.seconds:.3g} s a step ({said(before)})"
+    full = f"{three_digits(best.time.pipeline_seconds)} s, {binary_size(best.memory.total)}"
+    without = "nothing fits" if before is None else f"{three_digits(before.time.seconds)} s a step ({said(before)})"
     return [
         f"stages and layers by integer program: {counts}; pipeline and fullest rank of the best by its linear model "
-        f"{seconds:.3g} s, {binary_size(round(size))}, by the full plan {full}",
+        f"{three_digits(seconds)} s, {binary_size(round(size))}, by the full plan {full}",
         f"without programs: {without}",
     ]
 
@@ -273,7 +280,7 @@ def _recompute(one: Costed) -> str:
 
 
 def _speed(one: Costed) -> str:
-    return f"{one.time.seconds:.3g} s a step, {one.tgs:,.0f} tokens/s a GPU, {binary_size(one.memory.total)}"
+    return f"{three_digits(one.time.seconds)} s a step, {one.tgs:,.0f} tokens/s a GPU, {binary_size(one.memory.total)}"
 
 
 def _differences(one: dict[str, Any], other: dict[str, Any], whole: float) -> list[tuple[str, float]]:

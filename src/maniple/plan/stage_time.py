@@ -96,7 +96,7 @@ def stage_time(job: Job, stage: Stage) -> StageTime:
         _add(out, job, layer, _recomputed(job, layer, place))
     for depth in stage.mtp:
         layer = job.card.num_layers + depth
-        _add(out, job, layer, _recomputed(job, layer, len(stage.layers) + depth))
+        _add(out, job, layer, _recomputed(job, layer, None))
         again = Passes()
         again.linear(
             job.machine, "mtp", job.tokens, job.card.hidden_size / job.place.tensor, 2 * job.card.hidden_size, "bf16"
@@ -182,14 +182,15 @@ def _gaps(job: Job, passes: Passes, kind: str) -> None:
     passes.add("gaps", forward * each, backward * each)
 
 
-def _recomputed(job: Job, layer: int, place: int) -> bool:
-    """Whether backward runs the layer's forward again, whole. place: which of its stage's layers it is."""
+def _recomputed(job: Job, layer: int, place: int | None) -> bool:
+    """Whether backward runs the layer's forward again, whole. place: which of its stage's layers it is; None: an MTP
+    layer, which a number of layers does not reach."""
     recompute = job.config.recompute
     if recompute.granularity != "full":
         return False
     if recompute.layers:
         return layer in recompute.layers
-    return recompute.num_layers is None or place < recompute.num_layers
+    return recompute.num_layers is None or (place is not None and place < recompute.num_layers)
 
 
 def _add(out: StageTime, job: Job, layer: int, recomputed: bool) -> None:

@@ -140,6 +140,8 @@ def estimate(
 def _assumptions(job: Job) -> Iterator[str]:
     if job.config.precision.dtype != "bf16":
         yield f"precision.dtype {job.config.precision.dtype}: timed as bf16"
+    if job.config.precision.recipe == "mxfp8" and not job.machine.gpu.mxfp8_native:
+        yield f"mxfp8: emulated in bf16, since {job.machine.gpu.name} has no such products"
     if (calibration := job.machine.gpu.calibration) is not None:
         yield f"calibration {calibration.file}: {calibration.provenance}; links are the card's"
         if calibration.not_measured:

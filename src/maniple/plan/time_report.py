@@ -8,6 +8,7 @@ from typing import Any
 
 from maniple.config.schema import TrainConfig
 from maniple.hardware.card import GPU
+from maniple.hardware.units import three_digits
 from maniple.models.card import ModelCard
 from maniple.plan.imbalance import Imbalance
 from maniple.plan.time import StepTime, make_job, simulated_step
@@ -22,7 +23,7 @@ def headline(time: StepTime) -> str:
     first, last = min(time.bubbles), max(time.bubbles)
     idle = f"{first:.0%}" if last - first < 0.005 else f"{first:.0%} to {last:.0%}"
     return (
-        f"a step takes {time.seconds:.3g} s: {time.tokens_per_second_per_gpu:,.0f} tokens/s and "
+        f"a step takes {three_digits(time.seconds)} s: {time.tokens_per_second_per_gpu:,.0f} tokens/s and "
         f"{time.tflops_per_gpu:,.0f} TFLOP/s a GPU, MFU {time.mfu:.1%}; schedule {time.schedule}, ranks idle {idle}"
     )
 
