@@ -311,6 +311,13 @@ def test_what_does_not_fit_is_said_and_not_written(capsys, tmp_path):
     out = capsys.readouterr().out
     assert "does not fit: the smallest of " in out
     assert "at least 82 GPUs" in out  # 18 bytes for each of 683e9 parameters, on GPUs of 150.1e9
+    assert "of a node, less than is missing" in out
+    more = ["plan", "search", "deepseek-v3", "--gpus", "64", "--gpu", "h200", "--gpus-from", "64"]
+    assert cli.main(more) == 0
+    assert "--set optimizer.offload_fraction=1 would keep 122.07 GiB" in (out := capsys.readouterr().out)
+    assert out.endswith("of a node, more than is missing: search with it\n")
+    assert cli.main([*more, "--set", "optimizer.offload_fraction=1"]) == 0
+    assert "best: " in capsys.readouterr().out
     assert cli.main([*words, "--write", str(tmp_path / "job.yaml")]) == 2
     assert "nothing fits" in capsys.readouterr().err
     assert not (tmp_path / "job.yaml").exists()

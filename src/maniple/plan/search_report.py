@@ -325,7 +325,12 @@ def _too_large(found: Found) -> list[str]:
         )
     if config.optimizer.offload_fraction < 1:
         more = sum(nearest.memory.states[kind] for kind in states.hosted(config))
-        lines.append(f"optimizer.offload_fraction=1 would keep {binary_size(more)} of these in host memory")
+        node = more * min(found.gpu.gpus_per_node, found.world_size)
+        then = "more than is missing: search with it" if more > missing else "less than is missing"
+        lines.append(
+            f"--set optimizer.offload_fraction=1 would keep {binary_size(more)} of these in host memory, up to "
+            f"{binary_size(node)} of a node, {then}"
+        )
     return lines
 
 
