@@ -305,6 +305,23 @@ def test_a_search_in_words(capsys):
     assert lines[-1].startswith("and needs ")
 
 
+def test_a_share_of_the_memory_is_all_that_layouts_get(capsys, tmp_path):
+    words = ["plan", "search", "qwen3-30b-a3b", "--gpus", "16", "--gpu", "h200", "--gpus-from", "8"]
+    words += ["--memory-share", "0.9"]
+    file = tmp_path / "job.yaml"
+    assert cli.main([*words, "--write", str(file), "--imbalance", "1.1", "--set", "train.loss=fused", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ceiling"] == round(0.9 * found["gpu_memory"])
+    assert {row["gpus"] for row in found["pareto"]} == {8, 16}
+    assert all(row["memory"] <= found["ceiling"] for row in [*found["pareto"], found["second"]])
+    assert not any(line.startswith("by the error band") for line in found["explanation"])
+    first = file.read_text(encoding="utf-8").splitlines()[0]
+    assert "--memory-share 0.9 --imbalance 1.1 --set train.loss=fused`: planned" in first  # finds it again
+    for share in ("0", "1.1", "nan"):
+        assert cli.main([*words[:-1], share]) == 2
+        assert "expected 0.01 to 1" in capsys.readouterr().err
+
+
 def test_what_does_not_fit_is_said_and_not_written(capsys, tmp_path):
     words = ["plan", "search", "deepseek-v3", "--gpus", "8", "--gpu", "h200"]
     assert cli.main(words) == 0

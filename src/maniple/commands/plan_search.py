@@ -83,6 +83,9 @@ def search(
     imbalance: Load = "dirichlet:8",
     calibration: Measured = None,
     fabric: Pods = None,
+    memory_share: Annotated[
+        float, typer.Option(help="of each GPU's memory that a layout may need; 0.97 keeps the error band inside")
+    ] = 1.0,
     write: Annotated[
         Path | None, typer.Option(metavar="FILE", help="write the best layout there, as a job for `maniple train`")
     ] = None,
@@ -95,7 +98,9 @@ def search(
     from maniple.plan.search_fewer import fewer
 
     uneven = Imbalance.parse(imbalance)
-    card_of_gpu = gpu_named(gpu, gpus, calibration, fabric)
+    if not 0.01 <= memory_share <= 1:
+        raise UserError(f"--memory-share {memory_share:g}: expected 0.01 to 1")
+    card_of_gpu = gpu_named(gpu, gpus, calibration, fabric).model_copy(update={"memory_share": memory_share})
     if gpus_from is not None and not 1 <= gpus_from <= gpus:
         raise UserError(f"--gpus-from {gpus_from}: it is from 1 to --gpus {gpus}")
     if write is not None:
@@ -108,6 +113,7 @@ def search(
         words = ["maniple", "plan", "search", model, "--gpus", str(gpus), "--gpu", gpu]
         for option, value in (
             *(("--config", config), ("--calibration", calibration), ("--fabric", fabric)),
+            *(("--memory-share", None if memory_share == 1 else memory_share),),
             *(("--global-batch-size", global_batch_size), ("--sequence-length", sequence_length)),
             *(("--imbalance", imbalance if uneven != Imbalance() else None), *(("--set", text) for text in set_ or [])),
         ):

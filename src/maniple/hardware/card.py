@@ -76,6 +76,7 @@ class GPU(_Figures):
     source: str
     attained: Attained | None = None
     calibration: Calibration | None = Field(None, description="of the user's own such GPU; no card has one")
+    memory_share: float = Field(1.0, gt=0, le=1, description="of the memory that a searched layout may need")
     fabric: Fabric | None = Field(None, description="of the user's own cluster; without it all nodes are one pod")
 
     @model_validator(mode="after")
@@ -94,6 +95,10 @@ class GPU(_Figures):
     @property
     def memory_bytes(self) -> int:
         return int(self.memory_gb * 1e9)
+
+    @property
+    def usable_bytes(self) -> int:
+        return round(self.memory_share * self.memory_bytes)
 
     @property
     def memory_bytes_per_s(self) -> float:

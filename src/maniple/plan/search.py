@@ -124,7 +124,7 @@ def search(
     Raises UserError, in one line, if no layout is legal.
     """
     costing = _Costing(config, card, gpu, world_size, imbalance or Imbalance())
-    whole = gpu.memory_bytes
+    whole = gpu.usable_bytes
     space = Space(config, card, gpu, world_size, held)
     assert space.first is not None
     bounds = known or _bounds(costing, space.first)
@@ -253,7 +253,7 @@ def _fastest(
 
 def _refined(costing: _Costing, one: Costed) -> Costed:
     """With as few layers computed again as fit, if that is worth the memory."""
-    layout = fewest(one.layout, one.where, costing.card, costing.gpu.memory_bytes, costing.ranks)
+    layout = fewest(one.layout, one.where, costing.card, costing.gpu.usable_bytes, costing.ranks)
     if layout is None:
         return one
     fewer = costing.full(layout)
@@ -267,11 +267,11 @@ def _shapes(opened: Opened, legal: list[Legal]) -> list[search_stages.Shape]:
 
 def _programs(costing: _Costing, opened: Opened, best: Costed | None) -> Programs:
     # all of them where nothing fits, so that it can be said how many are too large
-    groups = opened.legal(None if best is None else costing.gpu.memory_bytes)
+    groups = opened.legal(None if best is None else costing.gpu.usable_bytes)
     tried = search_stages.improve(
         opened.bounds,
         ((seconds, _shapes(opened, legal)) for seconds, legal in groups),
-        costing.gpu.memory_bytes,
+        costing.gpu.usable_bytes,
         costing.ranks,
         float("inf") if best is None else best.time.seconds,
         lambda layout: costing.full(layout).time.pipeline_seconds,
@@ -285,7 +285,7 @@ def _programs(costing: _Costing, opened: Opened, best: Costed | None) -> Program
 def _missing(costing: _Costing, opened: Opened, nearest: Layout) -> float | None:
     """Bytes that the nearest lacks with its layers cut and computed again in any way; None if no such cut is legal."""
     some = [
-        search_stages.least_missing(opened.bounds, shape, costing.gpu.memory_bytes, costing.ranks)
+        search_stages.least_missing(opened.bounds, shape, costing.gpu.usable_bytes, costing.ranks)
         for _, legal in opened.legal(None)
         if legal and legal[0][0].shape == nearest.shape and legal[0][0].micro_batch == nearest.micro_batch
         for shape in _shapes(opened, legal)
@@ -304,7 +304,7 @@ def _overlapped(costing: _Costing, opened: Opened, best: Costed) -> list[Costed]
     own = config.model_copy(update={"moe": moe, "parallel": parallel})
     job = replace(opened.bounds.job, config=own)
     beside = Bounds(own, costing.card, costing.gpu, job, costing.profile, costing.imbalance)
-    whole = costing.gpu.memory_bytes
+    whole = costing.gpu.usable_bytes
     some = ((one.seconds, one.layout) for one in opened.fastest_first(whole))
     out: list[Costed] = []
     seconds = best.time.seconds

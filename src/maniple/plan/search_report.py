@@ -60,7 +60,8 @@ def as_json(found: Found, others: Sequence[Fewer] = ()) -> dict[str, Any]:
         "model": found.card.name,
         "gpus": found.world_size,
         "gpu": found.gpu.name,
-        "gpu_memory": found.ceiling,
+        "gpu_memory": found.gpu.memory_bytes,
+        "ceiling": found.ceiling,
         "fits": found.best is not None,
         "looked_at": found.looked_at,
         "costed": found.costed,
@@ -134,7 +135,7 @@ def rows(found: Found, others: Sequence[Fewer] = ()) -> list[list[str]]:
             "*" if search_fewer.has_most_tgs(one, table) else "",
             f"{one.time.mfu:.1%}",
             f"{one.memory.total / 2**30:,.1f}",
-            f"{one.memory.total / found.ceiling:.0%}",
+            f"{one.memory.total / found.gpu.memory_bytes:.0%}",
             one.layout.stages or "even",
         ]
         for one in table
