@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 from tests.distributed_utils import run_ranks
 from tests.plan.traced import CARDS, CASES, ROUGH, WORLD, cuts, numbers, traces
 
+import maniple
 from maniple.config.check import resolve_card
 from maniple.config.load import load
 from maniple.models import load_card
@@ -35,6 +39,21 @@ def planned(name: str, rank: int) -> memory.RankMemory:
 @pytest.fixture(scope="module")
 def built() -> dict[str, dict[str, list[int]]]:
     return run_ranks(numbers, 1, timeout=300)[0]
+
+
+@pytest.mark.parametrize(("folder", "other"), [("plan", "engines"), ("engines", "plan")])
+def test_neither_imports_the_other(folder, other):
+    files = sorted((Path(maniple.__file__).parent / folder).rglob("*.py"))
+    assert len(files) > 20
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                continue
+            assert not any(f"{name}.".startswith(f"maniple.{other}.") for name in names), (file, names)
 
 
 @pytest.mark.parametrize("name", CARDS)
