@@ -166,6 +166,7 @@ def test_the_trace_holds_every_slot_at_its_time():
     [
         (("2f2b", 2, 2), "choose one of 1f1b"),
         (("zbv", 2, 2, 1), "has 2 model chunks a rank"),
+        (("interleaved", 2, 2, 1), "more than one model chunk a rank"),
         (("1f1b", 2, 0), "each is at least 1"),
         (("interleaved", 4, 6, 2), "6 micro-batches do not divide over 4"),
     ],

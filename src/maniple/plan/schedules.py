@@ -59,7 +59,7 @@ def build(name: str, ranks: int, micro_batches: int, chunks: int = 1, *, overlap
     """The schedule of that name. `overlap` joins forwards and backwards into slots (1f1b and interleaved only).
 
     Raises UserError for an unknown name, sizes below 1, chunks that the schedule does not have (1f1b and zb-h1 one, zbv
-    two), and `overlap` where backward is split.
+    two, interleaved more than one), and `overlap` where backward is split.
     """
     if min(ranks, micro_batches, chunks) < 1:
         raise UserError(
@@ -68,6 +68,8 @@ def build(name: str, ranks: int, micro_batches: int, chunks: int = 1, *, overlap
     wants = {"1f1b": 1, "zb-h1": 1, "zbv": 2}
     if name not in SCHEDULES:
         raise UserError(f"no pipeline schedule is named {name!r}: choose one of {', '.join(SCHEDULES)}")
+    if name == "interleaved" and chunks == 1:
+        raise UserError("schedule interleaved has more than one model chunk a rank: set parallel.virtual_pipeline_size")
     if wants.get(name, chunks) != chunks:
         how = "leave it out" if wants[name] == 1 else f"set it to {wants[name]}"
         number = "one model chunk" if wants[name] == 1 else f"{wants[name]} model chunks"
