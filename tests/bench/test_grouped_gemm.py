@@ -119,16 +119,8 @@ def script():
 
 
 def test_the_script_adds_random_shapes_and_judges(script, tmp_path, capsys):
-    file = tmp_path / "rows.jsonl"
-    words = ["--quick", "--recipe", "bf16", "--only", "random", "--seed", "5", "--out", str(file)]
-    assert script.main(words) == 0
-    out = capsys.readouterr().out
-    assert "seed 5" in out
-    assert {row["model"] for row in rows.read(file)} == {"random-5-0", "random-5-1"}
+    out = small.judged(script, tmp_path / "rows.jsonl", capsys)
     assert "not measured bf16 forward random-5-0 matrix: wanted 1.00 x torch._grouped_mm or DeepGEMM" in out
-    assert script.main(["--verdicts", str(file)]) == 0
-    again = capsys.readouterr().out
-    assert out.endswith(again)
 
 
 def test_the_script_has_the_bars_shapes(script):

@@ -77,16 +77,9 @@ def script():
 
 
 def test_the_script_measures_and_judges(script, tmp_path, capsys):
-    file = tmp_path / "rows.jsonl"
-    words = ["--quick", "--recipe", "bf16", "--only", "random", "--seed", "5", "--out", str(file)]
-    assert script.main(words) == 0
-    out = capsys.readouterr().out
-    assert "seed 5" in out
+    out = small.judged(script, tmp_path / "rows.jsonl", capsys)
     assert "by stage" in out
-    assert {row["model"] for row in rows.read(file)} == {"random-5-0", "random-5-1"}
     assert "not measured bf16 layer_step random-5-0 layer" in out
-    assert script.main(["--verdicts", str(file)]) == 0
-    assert out.endswith(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt, UserError])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.plan.layouts import legal_layouts
 
 from maniple import cli
 from maniple.config.check import check, parse_layout, resolve_card
@@ -19,7 +20,7 @@ from maniple.hardware import load_gpu
 from maniple.hardware.card import Fabric
 from maniple.plan import search_report, search_space
 from maniple.plan.imbalance import Imbalance
-from maniple.plan.search import _Costing, legal_layouts, search
+from maniple.plan.search import _Costing, search
 from maniple.plan.search_bounds import Bounds
 from maniple.plan.search_context import search_contexts
 from maniple.plan.time import make_job

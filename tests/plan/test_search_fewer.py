@@ -7,13 +7,14 @@ import json
 from dataclasses import replace
 
 import pytest
+from tests.plan.layouts import legal_layouts
 from tests.plan.test_search import _gpu, _job
 
 from maniple import cli
 from maniple.hardware import load_gpu
 from maniple.plan import search_fewer, search_report
 from maniple.plan.imbalance import Imbalance
-from maniple.plan.search import _Costing, legal_layouts, search
+from maniple.plan.search import _Costing, search
 from maniple.plan.search_context import search_contexts
 from maniple.plan.search_fewer import fewer, has_most_tgs, table
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from tests.plan.layouts import legal_layouts
 from tests.plan.test_search import _gpu, _job
 
 from maniple.config.check import check
@@ -13,7 +14,7 @@ from maniple.hardware import load_gpu
 from maniple.hardware.efficiency import load_software
 from maniple.plan import search_report
 from maniple.plan.imbalance import Imbalance
-from maniple.plan.search import _bounds, _Costing, legal_layouts, search
+from maniple.plan.search import _bounds, _Costing, search
 from maniple.plan.search_groups import Opened, Space
 from maniple.plan.search_space import Layout
 

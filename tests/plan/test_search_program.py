@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from tests.plan.layouts import legal_layouts
 from tests.plan.test_search import _job
 
 from maniple.config.check import check
@@ -15,7 +16,7 @@ from maniple.hardware import load_gpu
 from maniple.hardware.efficiency import load_software
 from maniple.plan import search_report, search_stages
 from maniple.plan.imbalance import Imbalance
-from maniple.plan.search import _bounds, _Costing, legal_layouts, search
+from maniple.plan.search import _bounds, _Costing, search
 from maniple.plan.search_linear import Cut, Linear, Moment, Run, linear_of
 from maniple.plan.search_program import solve
 from maniple.plan.search_space import Layout, balanced_stages, layout_text

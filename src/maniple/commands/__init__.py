@@ -46,6 +46,11 @@ def print_table(headings: list[str], lines: list[list[str]], numbers: Iterable[i
     Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False).print(table)
 
 
+def given(*options: tuple[str, object]) -> list[str]:
+    """Words of a command line: each option that has a value."""
+    return [word for option, value in options if value is not None for word in (option, str(value))]
+
+
 def check_target(option: str, file: Path) -> None:
     """Raises UserError if what `option` asks for cannot be written to `file`: something is there, or no folder is."""
     try:

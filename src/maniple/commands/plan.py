@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from maniple.commands import AsJson, Command, Group, check_target, print_table
+from maniple.commands import AsJson, Command, Group, check_target, given, print_table
 from maniple.errors import UserError
 
 
@@ -122,10 +122,9 @@ def job(
         from maniple.plan import html_report
 
         words = ["maniple", "plan", model, "--gpus", str(gpus), "--gpu", gpu]
-        for option, value in (("--config", config), ("--calibration", calibration), ("--fabric", fabric)):
-            words += [] if value is None else [option, str(value)]
-        for text in [*(set_ or []), *(f"{key}={value}" for key, value in assumed.items())]:
-            words += ["--set", text]
+        words += given(("--config", config), ("--calibration", calibration), ("--fabric", fabric))
+        words += given(*(("--set", text) for text in set_ or []))
+        words += given(*(("--set", f"{key}={value}") for key, value in assumed.items()))
         asked = html_report.Asked(config_, card, card_of_gpu, gpus, imbalance, words, assumed)
         html_report.write(asked, report_)
     if as_json:

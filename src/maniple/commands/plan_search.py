@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from maniple.commands import AsJson, check_target, print_table
+from maniple.commands import AsJson, check_target, given, print_table
 from maniple.commands.plan import Load, Measured, Pods, gpu_named, say_other_model
 from maniple.errors import UserError
 
@@ -111,13 +111,16 @@ def search(
     others = fewer(found, asked.held, gpus_from)
     if write is not None:
         words = ["maniple", "plan", "search", model, "--gpus", str(gpus), "--gpu", gpu]
-        for option, value in (
-            *(("--config", config), ("--calibration", calibration), ("--fabric", fabric)),
-            *(("--memory-share", None if memory_share == 1 else memory_share),),
-            *(("--global-batch-size", global_batch_size), ("--sequence-length", sequence_length)),
-            *(("--imbalance", imbalance if uneven != Imbalance() else None), *(("--set", text) for text in set_ or [])),
-        ):
-            words += [] if value is None else [option, str(value)]
+        words += given(
+            ("--config", config),
+            ("--calibration", calibration),
+            ("--fabric", fabric),
+            ("--memory-share", memory_share if memory_share < 1 else None),
+            ("--global-batch-size", global_batch_size),
+            ("--sequence-length", sequence_length),
+            ("--imbalance", imbalance if uneven != Imbalance() else None),
+            *(("--set", text) for text in set_ or []),
+        )
         search_report.write_job(found, write, shlex.join(words))
     if as_json:
         said = search_report.as_json(found, others) | {"contexts": search_report.contexts_as_json(contexts)}

@@ -44,8 +44,9 @@ class Fabric(_Figures):
     def parse(cls, text: str) -> Fabric:
         """`256:0.5`, pods of 256 GPUs that half of their NICs' rate leaves. Raises UserError."""
         try:
-            found = re.fullmatch(r"([0-9]{1,9}):([0-9.e-]+)", text)
-            return cls(pod_gpus=int(found[1]), taper=float(found[2])) if found else cls(pod_gpus=0, taper=0)
+            if (found := re.fullmatch(r"([0-9]{1,9}):([0-9.e-]+)", text)) is None:
+                raise ValueError(text)
+            return cls(pod_gpus=int(found[1]), taper=float(found[2]))
         except ValueError:
             raise UserError(
                 f"--fabric {text}: expected GPUS:SHARE, such as 256:0.5 for pods of 256 GPUs between which half of "

@@ -206,14 +206,6 @@ class _Costing:
         return Costed(layout, config, where, self.memory(layout), self.times[layout])
 
 
-def legal_layouts(
-    config: TrainConfig, card: ModelCard, gpu: GPU, world_size: int, held: Collection[str]
-) -> list[Legal]:
-    """All of them, each with where its layers are and what it can compute again."""
-    space = Space(config, card, gpu, world_size, held)
-    return [one for group in space.groups for one in space.legal(group)[0]]
-
-
 def _bounds(costing: _Costing, first: Layout) -> Bounds:
     job = make_job(
         replace(first, recompute=search_space.Recompute()).applied(costing.config),
