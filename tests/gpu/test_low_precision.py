@@ -174,7 +174,7 @@ def test_every_tile_of_hopper(monkeypatch, tile, recipe, n, k):
         registry.candidates(OP, recipe, "cuda", "hopper")
     except UserError as error:
         pytest.skip(str(error))
-    monkeypatch.setattr(launch, "hopper_fp8_tile", lambda columns, depth, *, bias: tile)
+    monkeypatch.setattr(launch, "hopper_fp8_tile", lambda columns, *, block, bias: tile)
     wide = [t for t in launch.HOPPER_FP8_WGRAD_TILES if t.columns == tile.columns]
     monkeypatch.setattr(launch, "hopper_fp8_wgrad_tile", lambda columns: wide[0])
     products((recipe, "hopper"), [5, 0, 130, 1, 1700, 64], n, k)

@@ -32,10 +32,9 @@ def made(mix: str, number: int, n: int, host: HostStates | None) -> Shard:
         zeros_like = torch.zeros_like if host is None else host.zeros_like
         return zeros_like(values, dtype=dtype)
 
-    if apart:
-        values = kept(FP32).copy_(values)
+    kept_values = kept(FP32).copy_(values) if apart else values
     model = torch.empty(n, dtype=BF16, device="cuda") if apart else None
-    return Shard(grad, values, kept(moments), kept(moments), model, seed=number, first=2**32 - 1001)
+    return Shard(grad, kept_values, kept(moments), kept(moments), model, seed=number, first=2**32 - 1001)
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -56,20 +55,12 @@ def test_updates_are_those_of_states_on_the_device(mix):
             other.grad.copy_(one.grad)
 
 
-def is_registered(tensor: torch.Tensor) -> bool:
-    """Whether CUDA has pinned a tensor's memory; `is_pinned` may speak for memory of torch's own allocator alone."""
-    failed = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
-    if not failed:
-        torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
-    return failed == 712  # it is registered already
-
-
 def test_memory_is_pinned_while_it_is_used_and_the_device_holds_chunks_alone():
     host = HostStates()
     shard = made("fp32", 0, 8 * offload.CHUNK, host)
     kept = (shard.main, shard.exp_avg, shard.exp_avg_sq)
     assert not any(tensor.is_cuda for tensor in kept)
-    assert all(is_registered(tensor) for tensor in kept)
+    assert all(tensor.is_pinned() for tensor in kept)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -78,7 +69,7 @@ def test_memory_is_pinned_while_it_is_used_and_the_device_holds_chunks_alone():
     assert torch.cuda.memory_allocated() == before
     del host
     gc.collect()
-    assert not any(is_registered(tensor) for tensor in kept)
+    assert not any(tensor.is_pinned() for tensor in kept)
 
 
 def test_memory_that_cannot_be_had_is_one_line():

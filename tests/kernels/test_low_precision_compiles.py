@@ -98,8 +98,8 @@ def test_hopper_rows(tile, block):
 @pytest.mark.parametrize("block", [False, True], ids=["fp8", "fp8_block"])
 def test_hopper_rows_with_bias_and_wide_gradients(block):
     """Their tile; dgrad's scales of the weight are a transposed view."""
-    check_hopper(hopper_rows(launch.hopper_fp8_tile(4096, 7168, bias=True), block, bias=True))
-    e5m2 = hopper_rows(launch.hopper_fp8_tile(4096, 7168, bias=False), block, element="fp8e5", turned=True)
+    check_hopper(hopper_rows(launch.hopper_fp8_tile(4096, block=block, bias=True), block, bias=True))
+    e5m2 = hopper_rows(launch.hopper_fp8_tile(4096, block=block, bias=False), block, element="fp8e5", turned=True)
     check_hopper_mixed(e5m2)
 
 

@@ -1,11 +1,11 @@
 """Grouped GEMM for Hopper in Gluon: float8, warp-specialised, with a scale for each 128 of the contraction.
 
 The roles are `hopper.py`'s: one warp loads, two warpgroups compute and store. A stage also brings the scales of its
-part of the contraction. Those of x come in copies of four bytes: groups start at any row, and the copy engine takes no
-vector that starts between multiples of 16 bytes (it stops the kernel with an illegal instruction). In a weight gradient
-both operands' scales lie at such multiples, and the engine brings them. The weight's, one or two numbers, are read
-while the product runs. The tensor cores keep some 14 bits of a float8 sum: each part, 128 deep, is multiplied by
-its scales and added up in fp32, while the other warpgroup's product runs. Tensor scales are multiplied in at the end.
+part of the contraction. Those of x and of the weight come in copies of four bytes: groups start at any row, and the
+copy engine takes no vector that starts between multiples of 16 bytes (it stops the kernel with an illegal instruction).
+In a weight gradient both operands' scales lie at such multiples, and the engine brings them. The tensor cores keep some
+14 bits of a float8 sum: each part, 128 deep, is multiplied by its scales and added up in fp32, while the other
+warpgroup's product runs. Tensor scales are multiplied in at the end.
 
 Rows past a group's end are loaded as they lie and not stored; past K the copy engine fills in zeros; groups of a weight
 gradient are padded with zeros. The functions have the interface of `low_precision_reference.py`; what this file cannot
@@ -57,7 +57,7 @@ def rows(
         return out_SN
     _check({"x": x.data, "w": w.data, "the result": out_SN})
     block = low_precision.recipe_of(x) == "fp8_block"
-    tile = launch.hopper_fp8_tile(n, k, bias=bias_GN is not None)
+    tile = launch.hopper_fp8_tile(n, block=block, bias=bias_GN is not None)
     rows_kernel[(portable.programs(x.data),)](
         _descriptor(x.data, [tile.rows // 2, 128]),
         _descriptor(w.data, [1, tile.columns, 128]),

@@ -27,14 +27,19 @@ def _load_rows(
     w_desc,
     ends_ptr,
     x_scale_ptr,
+    w_scale_ptr,
     a_smem,
     b_smem,
     scale_smem,
+    w_scale_smem,
     full,
     empty,
     N,
     K,
     x_scale_block,
+    w_scale_group,
+    w_scale_row,
+    w_scale_block,
     GROUPS: gl.constexpr,
     BLOCK: gl.constexpr,
     ROWS: gl.constexpr,
@@ -50,8 +55,10 @@ def _load_rows(
     first = 0
     start = 0
     turn = 0
+    ahead = gl.load(ends_ptr)
     for g in range(GROUPS):
-        end = gl.load(ends_ptr + g)
+        end = ahead  # read a group ahead: programs pass many groups between two tiles
+        ahead = gl.load(ends_ptr + g + 1, mask=g + 1 < GROUPS, other=0)
         row_tiles = gl.cdiv(end - start, ROWS)
         last = first + row_tiles * column_tiles
         while tile < last:
@@ -63,6 +70,9 @@ def _load_rows(
             if BLOCK:
                 rows = row0 + gl.arange(0, ROWS, LANES)
                 inside = rows < end
+                part = gl.arange(0, COLUMNS // 128, LANES)
+                w_scales = w_scale_ptr + gl.cast(g, gl.int64) * w_scale_group + (n0 // 128 + part) * w_scale_row
+                within = n0 + part * 128 < N
             for block in range(gl.cdiv(K, 128)):
                 stage = turn % STAGES
                 mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
@@ -70,6 +80,9 @@ def _load_rows(
                 if BLOCK:  # before the barrier expects anything, so that it waits for these too
                     scales = x_scale_ptr + block * x_scale_block + rows
                     async_copy.async_copy_global_to_shared(scale_smem.index(stage), scales, mask=inside)
+                    async_copy.async_copy_global_to_shared(
+                        w_scale_smem.index(stage), w_scales + block * w_scale_block, mask=within
+                    )
                     async_copy.mbarrier_arrive(loaded)
                 mbarrier.expect(loaded, BYTES, pred=both)
                 mbarrier.expect(loaded, BYTES - HALF_BYTES, pred=not both)
@@ -134,14 +147,13 @@ def _compute_rows(
     a_smem,
     b_smem,
     scale_smem,
+    w_scale_smem,
     out_smem,
     full,
     empty,
     N,
     K,
     w_scale_group,
-    w_scale_row,
-    w_scale_block,
     out_row,
     HALF: gl.constexpr,
     GROUPS: gl.constexpr,
@@ -163,8 +175,10 @@ def _compute_rows(
     first = 0
     start = 0
     turn = 0
+    ahead = gl.load(ends_ptr)
     for g in range(GROUPS):
-        end = gl.load(ends_ptr + g)
+        end = ahead  # read a group ahead: programs pass many groups between two tiles
+        ahead = gl.load(ends_ptr + g + 1, mask=g + 1 < GROUPS, other=0)
         row_tiles = gl.cdiv(end - start, ROWS)
         last = first + row_tiles * column_tiles
         while tile < last:
@@ -172,30 +186,20 @@ def _compute_rows(
             row0 = start + i * ROWS + HALF * 64
             n0 = j * COLUMNS
             if row0 < end:
-                w_scales = w_scale_ptr + gl.cast(g, gl.int64) * w_scale_group
-                if BLOCK:
-                    w_scales += (n0 // 128) * w_scale_row
                 left = zero
                 right = zero
-                if BLOCK:
-                    w_scale = gl.load(w_scales)
-                    beside = gl.load(w_scales + w_scale_row, mask=n0 + 128 < N, other=0.0)
-                for block in range(blocks):
+                for _ in range(blocks):
                     stage = turn % STAGES
                     mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
                     a = a_smem.index(2 * stage + HALF)
                     b = b_smem.index(stage).reshape((COLUMNS, 128))
                     part = warpgroup_mma(a, b.slice(0, 128, dim=0).permute((1, 0)), zero, use_acc=False, is_async=True)
-                    if (
-                        BLOCK
-                    ):  # scales are read while the product runs, the weight's a block ahead: they come from the L2
+                    if BLOCK:  # scales are read while the product runs
                         x_scale = scale_smem.index(stage).slice(HALF * 64, 64).load(gl.SliceLayout(1, MMA))
-                        scale = x_scale * w_scale
-                        scale_beside = x_scale * beside
-                        ahead = w_scales + (block + 1) * w_scale_block
-                        w_scale = gl.load(ahead, mask=block + 1 < blocks, other=0.0)
+                        w_scale = w_scale_smem.index(stage)
+                        scale = x_scale * w_scale.slice(0, 1).load(gl.SliceLayout(1, MMA))
                         if WIDE:
-                            beside = gl.load(ahead + w_scale_row, mask=(block + 1 < blocks) & (n0 + 128 < N), other=0.0)
+                            scale_beside = x_scale * w_scale.slice(1, 1).load(gl.SliceLayout(1, MMA))
                     part = warpgroup_mma_wait(0, deps=(part,))
                     if not WIDE:
                         mbarrier.arrive(empty.index(stage), count=1)
@@ -209,7 +213,7 @@ def _compute_rows(
                         right += part * scale_beside[:, None] if BLOCK else part
                     turn += 1
                 if not BLOCK:
-                    scale = gl.load(x_scale_ptr) * gl.load(w_scales)
+                    scale = gl.load(x_scale_ptr) * gl.load(w_scale_ptr + gl.cast(g, gl.int64) * w_scale_group)
                     left *= scale
                     right *= scale
                 # fmt: off
@@ -275,6 +279,9 @@ def rows_kernel(
     a_smem = gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES, ROWS // 2, 128], x_desc.layout)
     b_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 1, COLUMNS, 128], w_desc.layout)
     scale_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    w_scale_smem = gl.allocate_shared_memory(
+        gl.float32, [STAGES, COLUMNS // 128], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
     out_smem = gl.allocate_shared_memory(out_desc.dtype, [2 * BUFFERS, ROWS // 2, 128], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -286,19 +293,20 @@ def rows_kernel(
         [
             (_compute_rows, (
                 out_desc, out_ptr, ends_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, bias_scale_ptr,
-                a_smem, b_smem, scale_smem, out_smem, full, empty,
-                N, K, w_scale_group, w_scale_row, w_scale_block, out_row, gl.constexpr(0),
+                a_smem, b_smem, scale_smem, w_scale_smem, out_smem, full, empty,
+                N, K, w_scale_group, out_row, gl.constexpr(0),
                 GROUPS, BLOCK, BIAS, SCALE, ROWS, COLUMNS, STAGES, BUFFERS, BAND,
             )),
             (_compute_rows, (
                 out_desc, out_ptr, ends_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, bias_scale_ptr,
-                a_smem, b_smem, scale_smem, out_smem, full, empty,
-                N, K, w_scale_group, w_scale_row, w_scale_block, out_row, gl.constexpr(1),
+                a_smem, b_smem, scale_smem, w_scale_smem, out_smem, full, empty,
+                N, K, w_scale_group, out_row, gl.constexpr(1),
                 GROUPS, BLOCK, BIAS, SCALE, ROWS, COLUMNS, STAGES, BUFFERS, BAND,
             )),
             (_load_rows, (
-                x_desc, w_desc, ends_ptr, x_scale_ptr, a_smem, b_smem, scale_smem, full, empty,
-                N, K, x_scale_block, GROUPS, BLOCK, ROWS, COLUMNS, STAGES, BAND,
+                x_desc, w_desc, ends_ptr, x_scale_ptr, w_scale_ptr, a_smem, b_smem, scale_smem, w_scale_smem,
+                full, empty, N, K, x_scale_block, w_scale_group, w_scale_row, w_scale_block,
+                GROUPS, BLOCK, ROWS, COLUMNS, STAGES, BAND,
             )),
         ],
         [4, 1],

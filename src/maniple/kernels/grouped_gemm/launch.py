@@ -34,7 +34,7 @@ class Tile:
 
 
 # Hopper's kernels in bf16: two warpgroups, 64 rows each.
-HOPPER_TILES = (Tile(128, 128, 64, 5, 4, 16), Tile(128, 256, 64, 3, 4, 16), Tile(128, 256, 64, 4, 4, 8, parts=2))
+HOPPER_TILES = (Tile(128, 128, 64, 5, 4, 16), Tile(128, 256, 64, 3, 4, 4), Tile(128, 256, 64, 4, 4, 16, parts=2))
 
 
 def hopper_tile(columns: int, depth: int, layout: str) -> Tile:
@@ -116,20 +116,19 @@ def low_precision_tile(target: str, recipe: str, *, wgrad: bool = False) -> Tile
 
 # Hopper's float8 kernels: two warpgroups, 64 rows each. A tile of 256 columns reads a quarter less from the L2 cache
 # for its work than one of 128; its sums fill the registers, so that a bias finds room in the narrow one only.
-_FP8_NARROW, _FP8_WIDE, _FP8_DEEP = (
-    Tile(128, 128, 128, 5, 4, 16),
-    Tile(128, 256, 128, 3, 4, 16, buffers=2),
-    Tile(128, 256, 128, 4, 4, 16),
-)
-HOPPER_FP8_TILES = (_FP8_NARROW, _FP8_WIDE, _FP8_DEEP)
-HOPPER_FP8_WGRAD_TILES = (Tile(128, 128, 128, 4, 4, 8, buffers=2), Tile(128, 256, 128, 3, 4, 8, buffers=2))
+# Room to write both halves of a result is worth more than a fourth stage where scales are added up block by block.
+_FP8_NARROW = Tile(128, 128, 128, 5, 4, 8)
+_FP8_BLOCK = Tile(128, 256, 128, 3, 4, 8, buffers=2)
+_FP8_TENSOR = Tile(128, 256, 128, 4, 4, 4)
+HOPPER_FP8_TILES = (_FP8_NARROW, _FP8_BLOCK, _FP8_TENSOR)
+HOPPER_FP8_WGRAD_TILES = (Tile(128, 128, 128, 4, 4, 16, buffers=2), Tile(128, 256, 128, 3, 4, 16, buffers=2))
 
 
-def hopper_fp8_tile(columns: int, depth: int, *, bias: bool) -> Tile:
-    """Tile of `[S, N]`, of N columns from K = depth, for Hopper's float8 kernel. Measured on one H200."""
+def hopper_fp8_tile(columns: int, *, block: bool, bias: bool) -> Tile:
+    """Tile of `[S, N]`, of N columns, for Hopper's float8 kernel with or without block scales. Measured on one H200."""
     if bias or columns <= 128:
         return _FP8_NARROW
-    return _FP8_WIDE if depth > 2 * columns else _FP8_DEEP
+    return _FP8_BLOCK if block else _FP8_TENSOR
 
 
 def hopper_fp8_wgrad_tile(columns: int) -> Tile:

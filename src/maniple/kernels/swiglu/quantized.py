@@ -26,7 +26,7 @@ registry.register(
     {"fp8_block"},
     {"cuda"},
     _hopper,
-    preference=-1,  # after the reference: one of its tests failed on an H200, and why is not known yet
+    preference=1,
     reason_unavailable=chips.no_hopper,
     refuses=lambda *operands: _hopper.refusal(*operands),
 )
