@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 
 import torch
@@ -13,9 +14,16 @@ from maniple.bench import timing
 def test_calls_take_turns():
     order = []
     calls = {name: lambda name=name: order.append(name) for name in "abc"}
-    times = timing.interleaved(calls, CPU, rounds=3)
-    assert "".join(order) == "abc" + "abc" * 3  # a call each to warm up, then rounds
-    assert {each.rounds for each in times.values()} == {3}
+    times = timing.interleaved(calls, CPU, rounds=20)
+    warm_up, *turns = ("".join(order[i : i + 3]) for i in range(0, len(order), 3))
+    assert warm_up == "abc"
+    assert [sorted(turn) for turn in turns] == [list("abc")] * 20
+    before = {one + two for one, two in itertools.pairwise(order[3:])}
+    assert {"ab", "ac", "ba", "bc", "ca", "cb"} <= before  # nobody has the same neighbour every time
+    assert {each.rounds for each in times.values()} == {20}
+    again, order = order, []
+    timing.interleaved(calls, CPU, rounds=20)
+    assert order == again
 
 
 def test_on_a_gpu_events_enclose_the_call_alone(monkeypatch):
@@ -39,10 +47,38 @@ def test_on_a_gpu_events_enclose_the_call_alone(monkeypatch):
     calls = {name: lambda name=name: done.append(name) for name in "ab"}
     times = timing.interleaved(calls, torch.device("cuda"), rounds=3)
     measured = [word for name in "ab" for word in ("event", name, "event", "synchronize")]  # a call lasts 20
-    # two calls fill 30 ms, after one that does not count; the second turn is there for the third round
-    turns = [word for name in "ab" for word in ["flush", "event", name, "event"] * 3] * 2
-    assert done == ["a"] * 3 + ["b"] * 3 + measured + turns + ["synchronize"]
-    assert times["a"] == timing.Times(20.0, 20.0, 20.0, 4)
+    # two calls fill 30 ms, after one that does not count; as many turns as rounds, of which there are few
+    assert done[:6] + done[-1:] == ["a"] * 3 + ["b"] * 3 + ["synchronize"]
+    turns = done[6 + len(measured) : -1]
+    assert done[6 : 6 + len(measured)] == measured
+    assert len(turns) == 3 * 2 * 12
+    for turn in range(3):
+        both = [turns[12 * n : 12 * n + 12] for n in (2 * turn, 2 * turn + 1)]
+        assert sorted(both) == [["flush", "event", name, "event"] * 3 for name in "ab"]
+    assert times["a"] == timing.Times(20.0, 20.0, 20.0, 6)
+
+
+def test_a_short_call_takes_several_turns_too(monkeypatch):
+    took = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self):
+            pass
+
+        def elapsed_time(self, end):
+            return 0.1
+
+    flush = types.SimpleNamespace(zero_=lambda: None)
+    cuda = types.SimpleNamespace(Event=Event, synchronize=lambda device: None)
+    monkeypatch.setattr(timing, "torch", types.SimpleNamespace(cuda=cuda, empty=lambda *a, **k: flush, uint8=None))
+    calls = {name: lambda name=name: took.append(name) for name in "abc"}
+    times = timing.interleaved(calls, torch.device("cuda"), rounds=30)
+    assert times["a"].rounds == timing.TURNS * 30
+    turns = [name for name, _ in itertools.groupby(took[3 * timing.WARM_UP + 3 :])]
+    assert len(turns) > 2 * timing.TURNS  # nobody's rounds are all behind one neighbour
 
 
 def test_times_are_medians_and_fifths():

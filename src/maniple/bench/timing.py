@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ import torch
 FLUSH_BYTES = 2**30  # more than any cache; filling it also hides what a call costs the host before its kernel starts
 WARM_UP = 3
 BURST = 30.0  # milliseconds
+TURNS = 5  # at least, each after another neighbour
 
 
 @dataclass(frozen=True)
@@ -34,31 +36,37 @@ class Times:
 def interleaved(
     calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: int, hidden: int = 1
 ) -> dict[str, Times]:
-    """Times every call `rounds` times or somewhat more, in turns: on a CPU one call a turn, on a GPU a burst of them.
+    """Times every call `rounds` times or more, in turns: on a CPU one call a turn, on a GPU a burst of them.
 
     On a GPU caches hold none of a call's operands when it begins, and the events around each call are read after the
     last turn: the host never waits in between. A burst lasts `BURST` milliseconds, after a third as many calls that do
-    not count: so every call runs at the clock that its own power allows, as it would in training, and not at the one
-    that its neighbours left. hidden: how often the gigabyte is written, for calls of many kernels.
+    not count: so a call runs at the clock that its own power allows, as it would in training. What its predecessor left
+    of heat and power lasts longer than that, and so there are `TURNS` or more, whose order is drawn anew, the same in
+    every run. hidden: how often the gigabyte is written, for calls of many kernels.
     """
+    order, draw = list(calls), random.Random(0)
     for call in calls.values():
         for _ in range(WARM_UP if device.type == "cuda" else 1):
             call()
     if device.type != "cuda":
         took: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(rounds):
-            for name, call in calls.items():
+            draw.shuffle(order)
+            for name in order:
                 start = time.perf_counter()
-                call()
+                calls[name]()
                 took[name].append((time.perf_counter() - start) * 1e3)
         return {name: Times.of(each) for name, each in took.items()}
 
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
     bursts = {name: _burst(call, device, rounds) for name, call in calls.items()}
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
-    while any(len(pairs) < rounds for pairs in events.values()):
-        for name, call in calls.items():
-            if len(events[name]) >= rounds:
+    turn = 0
+    while turn < min(TURNS, rounds) or any(len(pairs) < rounds for pairs in events.values()):
+        turn += 1
+        draw.shuffle(order)
+        for name in order:
+            if turn > TURNS and len(events[name]) >= rounds:
                 continue
             uncounted = -(-bursts[name] // 3)
             for number in range(uncounted + bursts[name]):
@@ -66,7 +74,7 @@ def interleaved(
                     flush.zero_()
                 pair = _event(), _event()
                 pair[0].record()
-                call()
+                calls[name]()
                 pair[1].record()
                 if number >= uncounted:
                     events[name].append(pair)
