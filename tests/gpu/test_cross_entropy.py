@@ -39,17 +39,20 @@ def test_losses_and_gradients_are_torchs(tokens, vocabulary, width, keep):
         assert (got.float() - want.float()).abs().max() <= 2e-2 * want.float().abs().max()
 
 
-def test_it_takes_the_memory_of_a_chunk():
+@pytest.mark.parametrize("keep", [False, True], ids=["fused", "fused_kept"])
+def test_it_takes_the_memory_of_a_chunk_or_of_bf16_logits(keep):
     hidden_TD, w_VD, labels_T, grad_T = operands(16_384, 129_280, 1024)
     w_VD.main_grad = torch.zeros(w_VD.shape, device="cuda")
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    linear_cross_entropy(hidden_TD, w_VD, labels_T, kernels="triton", fuse_wgrad_accumulation=True).backward(grad_T)
+    linear_cross_entropy(
+        hidden_TD, w_VD, labels_T, kernels="triton", fuse_wgrad_accumulation=True, keep_logits=keep
+    ).backward(grad_T)
     taken = torch.cuda.max_memory_allocated() - before
-    # a chunk of logits, the gradient of the hidden states, a workspace
-    assert taken < (512 << 20) + 4 * hidden_TD.numel() + (128 << 20)
-    assert taken < 2 * 16_384 * 129_280  # bf16 logits alone
+    # a chunk of logits or all of them in bf16, never in fp32; the gradient of the hidden states, a workspace
+    logits = 2 * 16_384 * 129_280 if keep else 512 << 20
+    assert taken < logits + 4 * hidden_TD.numel() + (128 << 20)
 
 
 def test_the_host_does_not_wait():

@@ -19,6 +19,9 @@ SPECS = {
     "E 128, k 4, late": RouterSpec(128, 4, score_before_topk=False),
     "E 160, k 6, groups": RouterSpec(160, 6, renormalize=False, num_groups=8, group_topk=3, route_scale=16.0),
     "E 256, k 8, groups": DEEPSEEK,
+    "E 288, k 1": RouterSpec(288, 1, "sigmoid", False),
+    "E 1024, k 16": RouterSpec(1024, 16),
+    "E 160, k 36": RouterSpec(160, 36, "sigmoid"),
     "E 2304, k 36": RouterSpec(2304, 36),
     "E 2304, k 36, groups": RouterSpec(2304, 36, "sigmoid", False, True, 48, 12, "max"),
 }

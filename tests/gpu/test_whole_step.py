@@ -71,6 +71,9 @@ def test_a_layer_of_full_size_is_measured_beside_transformers(tmp_path):
         assert 0 < row["profile"]["busy_share"] <= 1
         # the profiler slows a step down, and nothing else lies between the two times
         assert 0.5 < row["profile"]["step_milliseconds"] / row["milliseconds"] < 3
+    # the host waits for the loss and the norm once a step, and in no layer
+    waits = {place.rsplit(":", 1)[0] for place in ours["host_waits"]}
+    assert waits <= {"maniple/engines/megatron/step.py", "maniple/engines/megatron/optimizer.py"}
     assert [used for used in ours["used_so_far"] if used.startswith("grouped_gemm")]
     assert not [used for used in ours["used_so_far"] if used.startswith("grouped_gemm") and used.endswith("reference")]
     assert len(list((tmp_path / "traces").glob("*.json"))) == 2

@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 from tests.kernels import test_permute as suite
 from tests.kernels.test_permute import (  # noqa: F401 (collected here, with the fixture below)
     test_rows_sums_and_gradients_are_those_of_the_loop,
+    test_slots_that_are_not_there_add_nothing_and_are_not_read,
     test_static_shapes_without_values,
 )
 
 from maniple.kernels import registry
 from maniple.kernels.permute import launch, permute, permute_probs, reference, sort_by_expert, unpermute
 from maniple.kernels.permute import triton as kernels
+from maniple.kernels.permute.triton_kernels import gather_kernel
 
 pytestmark = pytest.mark.timeout(300)
 assert triton.knobs.runtime.interpret, "run through test_interpreted.py"
@@ -114,6 +116,17 @@ def test_rows_past_the_last_end_are_not_written():
     out_SD = permute(torch.ones(3, 5), permutation, **MINE)
     assert out_SD[:2].eq(1).all()
     assert out_SD[2:].isnan().all()  # as memory was
+
+
+def test_rows_past_the_slots_are_not_written():
+    permutation = sort_by_expert(torch.tensor([[0, 1], [0, 1], [1, 0]]), 2, **MINE)
+    memory = torch.full((9, 3), torch.inf)
+    sizes = {"TOPK": 2, "ROWS": 8, "COLUMNS": 4}
+    x_TD = torch.randn(3, 3)
+    gather_kernel[(1, 1)](x_TD, permutation.order_S, permutation.ends_E[-1:], memory[2:], 4, 3, *x_TD.stride(), **sizes)
+    assert torch.equal(memory[2:6], x_TD[permutation.order_S[:4] // 2])
+    assert memory[:2].isinf().all()
+    assert memory[6:].isinf().all()
 
 
 def test_fewer_slots_than_choices():

@@ -89,6 +89,8 @@ def test_any_router_with_many_ties(data, group_size, num_groups, score, before, 
     experts = group_size * num_groups
     spec = RouterSpec(experts, topk, score, before, renormalize, num_groups, group_topk, group_score, 1.5)
     g = torch.Generator().manual_seed(seed)
+    hard_TE, hard_E = suite.hard_operands(data, spec, seed, exact=False)
+    check(hard_TE[:3], spec, hard_E, seed=seed)
     values = torch.tensor([-1.0, 0.25, 1.5])
     logits_TE = values[torch.randint(0, 3, (data.draw(st.integers(1, 5)), experts), generator=g)]
     bias_E = None

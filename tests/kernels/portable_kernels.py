@@ -129,7 +129,7 @@ def _swiglu(target, kernel, pointers, strides, interleaved) -> Case:
 def gather_sum(target: str) -> Case:
     arguments: dict[str, Any] = {"rows_ptr": "*bf16", "slots_ptr": "*i64", "out_ptr": "*bf16", "end_ptr": "*i32"}
     block = launch.gather_block(kind(target))
-    arguments |= dict.fromkeys(("T", "D", "rows_row"), "i32")
+    arguments |= dict.fromkeys(("T", "S", "D", "rows_row"), "i32")
     arguments |= _fixed(rows_col=1, COPIES=8, ROWS=block.rows, COLUMNS=block.columns)
     return Case(target, plain.gather_sum_kernel, arguments, block)
 

@@ -36,6 +36,29 @@ IDS = {
 }
 
 
+@pytest.mark.parametrize("slots", [0, 1, 4, 6])
+def test_slots_that_are_not_there_add_nothing_and_are_not_read(slots):
+    """Six are routed: those past `slots` lie in somebody else's memory."""
+    ids_TK = torch.tensor([[0, 1], [0, 1], [1, 0]])
+    permutation = sort_by_expert(ids_TK, 2)
+    x_TD = torch.randn(3, 5, requires_grad=True)
+    memory = torch.full((14, 5), torch.nan)
+    rows_SD = memory[4 : 4 + slots].copy_(torch.arange(1.0, slots + 1)[:, None].expand(slots, 5))
+    wanted = torch.zeros(3, 5)
+    for slot, chosen in enumerate(permutation.order_S[:slots].tolist()):
+        wanted[chosen // 2] += slot + 1
+    out_SD = permute(x_TD, permutation, slots=slots)
+    assert torch.equal(out_SD, x_TD[permutation.order_S[:slots] // 2])
+    assert torch.equal(torch.autograd.grad(out_SD, x_TD, rows_SD)[0], wanted)
+    given_SD = rows_SD.detach().requires_grad_()
+    out_TD = unpermute(given_SD, permutation)
+    assert torch.equal(out_TD, wanted)
+    grad_SD = torch.autograd.grad(out_TD, given_SD, wanted)[0]
+    assert torch.equal(grad_SD, wanted[permutation.order_S[:slots] // 2])
+    assert memory[:4].isnan().all()
+    assert memory[4 + slots :].isnan().all()
+
+
 @pytest.mark.parametrize("ids_TK", IDS.values(), ids=IDS)
 @pytest.mark.parametrize("exact_slots", [False, True])
 def test_rows_sums_and_gradients_are_those_of_the_loop(ids_TK, exact_slots):

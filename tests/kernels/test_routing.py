@@ -84,16 +84,42 @@ def test_choice_and_weights(spec, biased, tokens):
     renormalize=st.booleans(),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_any_router_with_many_ties(group_size, num_groups, data, score, before, group_score, renormalize, seed):
     group_topk = data.draw(st.integers(1, num_groups))
     topk = data.draw(st.integers(1, group_topk * group_size))
     spec = RouterSpec(
         group_size * num_groups, topk, score, before, renormalize, num_groups, group_topk, group_score, 1.5
     )
-    g = torch.Generator().manual_seed(seed)
-    logits_TE = torch.randint(-1, 2, (6, spec.num_experts), generator=g).float()  # three values only
-    check(logits_TE, spec, torch.randint(-2, 1, (spec.num_experts,), generator=g).float())
+    logits_TE, bias_E = hard_operands(data, spec, seed)
+    check(logits_TE, spec, bias_E)
+
+
+def hard_operands(data, spec, seed, *, exact=True):
+    """Logits of six tokens and a bias that are hard to rank: few values, all the same, minus infinity, a last place
+    apart, every selection score negative. exact: every implementation has the same exponentials."""
+    g, shape = torch.Generator().manual_seed(seed), (6, spec.num_experts)
+    late = not spec.score_before_topk
+    kinds = ["few values", "all the same", "negative"]
+    if not (late and spec.score == "softmax"):  # of none but minus infinity no softmax is made
+        kinds.append("minus infinity")
+    if spec.group_score == "max" and (exact or late):  # a sum of two rounds either way
+        kinds.append("a last place apart")
+    kind = data.draw(st.sampled_from(kinds))
+    few_TE, bias_E = (
+        torch.randint(-1, 2, shape, generator=g).float(),
+        torch.randint(-2, 1, shape[1:], generator=g).float(),
+    )
+    if kind == "all the same":
+        return torch.full(shape, float(seed % 7 - 3)), None
+    if kind == "negative":
+        return few_TE, bias_E - 5
+    if kind == "a last place apart":
+        return 1 + torch.randint(0, 3, shape, generator=g) * 2.0**-23, None
+    if kind == "minus infinity":
+        few_TE.masked_fill_(torch.rand(shape, generator=g) < 0.6, -math.inf)[:, 0] = 0.0
+        bias_E.masked_fill_(torch.rand(shape[1:], generator=g) < 0.2 * (seed % 3), -math.inf)
+    return few_TE, bias_E
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)

@@ -20,6 +20,8 @@ SPECS = {
     "E 128, k 4, late": LATE,
     "E 160, k 6, groups": RouterSpec(160, 6, renormalize=False, num_groups=8, group_topk=3),
     "E 256, k 8, groups": RouterSpec(256, 8, **DEEPSEEK),
+    "E 288, k 1": RouterSpec(288, 1, "sigmoid", False),
+    "E 1024, k 16": RouterSpec(1024, 16),
     "E 2304, k 36": LARGE,
     "E 2304, k 36, groups": RouterSpec(2304, 36, **DEEPSEEK | {"num_groups": 48, "group_topk": 12}),
     "E 2304, k 36, a group each": RouterSpec(2304, 36, "sigmoid", num_groups=2304, group_topk=36),

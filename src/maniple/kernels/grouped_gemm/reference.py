@@ -87,13 +87,13 @@ def dgrad(
 def gather_sum(rows_SD: torch.Tensor, slots_TK: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
     """`out[t]` = sum of the rows `slots[t, 0], slots[t, 1], …` in that order; `[T, D]`, fp32 inside, rounded once.
 
-    A slot that is negative, or at or past `ends_G[-1]`, adds nothing. With `slots` the inverse of a gather's sources
-    this is the gather's gradient.
+    A slot that is negative, or at or past `ends_G[-1]` or the last row, adds nothing. With `slots` the inverse of a
+    gather's sources this is the gather's gradient.
     """
     rows, d = rows_SD.shape
     out_TD = rows_SD.new_zeros((slots_TK.shape[0], d), dtype=torch.promote_types(rows_SD.dtype, torch.float32))
     if rows:
-        used_TK = (slots_TK >= 0) & (slots_TK < ends_G[-1])
+        used_TK = (slots_TK >= 0) & (slots_TK < ends_G[-1].clamp(max=rows))
         slots_TK = slots_TK.clamp(0, rows - 1)
         for k in range(slots_TK.shape[1]):
             out_TD += torch.where(used_TK[:, k, None], rows_SD[slots_TK[:, k]], 0)

@@ -206,6 +206,7 @@ def gather_sum(rows_SD: torch.Tensor, slots_TK: torch.Tensor, ends_G: torch.Tens
         out_TD,
         ends_G[-1:],
         tokens,
+        rows_SD.shape[0],
         d,
         *rows_SD.stride(),
         COPIES=slots_TK.shape[1],

@@ -280,6 +280,7 @@ def gather_sum_kernel(
     out_ptr,
     end_ptr,
     T,
+    S,
     D,
     rows_row,
     rows_col,
@@ -287,8 +288,8 @@ def gather_sum_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """`out[t] = sum over k of rows[slots[t, k]]`, k rising, in fp32; a slot outside [0, end) adds nothing."""
-    end = tl.load(end_ptr)
+    """`out[t] = sum over k of rows[slots[t, k]]`, k rising, in fp32; a slot outside [0, end) or past S adds nothing."""
+    end = tl.minimum(tl.load(end_ptr), S)
     tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     in_d = columns < D

@@ -32,10 +32,10 @@ def sort_by_expert(ids_TK: torch.Tensor, num_experts: int, *, kernels: str | Non
 def permute(
     x_TD: torch.Tensor, permutation: Permutation, *, slots: int | None = None, kernels: str | None = None
 ) -> torch.Tensor:
-    """Rows in expert order, `[S, D]`: S is T * K, or `slots` where the host knows that the used ones end there.
+    """Rows in expert order, `[S, D]`: S is T * K, or `slots`, the first ones alone.
 
     Rows past `ends_E[-1]` are undefined. The gradient sums a token's rows in fp32, k rising, and never reads past
-    `ends_E[-1]`.
+    `ends_E[-1]` or S.
     """
     implementation = registry.use("permute", "bf16", x_TD.device.type, kernels)
     slots = permutation.order_S.shape[0] if slots is None else slots
@@ -45,8 +45,8 @@ def permute(
 def unpermute(rows_SD: torch.Tensor, permutation: Permutation, *, kernels: str | None = None) -> torch.Tensor:
     """Sum of each token's rows, `[T, D]`, unweighted: fp32, k rising, rounded once to the dtype of the rows.
 
-    Rows past `ends_E[-1]` are never read; there must be at least `ends_E[-1]` rows. The gradient's rows past it are
-    undefined.
+    Rows past `ends_E[-1]` are never read, and where there are fewer those that are missing add nothing. The gradient's
+    rows past it are undefined.
     """
     return _Unpermute.apply(rows_SD, permutation, registry.use("permute", "bf16", rows_SD.device.type, kernels))
 

@@ -38,12 +38,13 @@ def gather(x_TD: torch.Tensor, permutation: Permutation, slots: int) -> torch.Te
 
 
 def scatter_sum(rows_SD: torch.Tensor, permutation: Permutation) -> torch.Tensor:
-    """Sum of each token's rows, fp32 or better, k rising; a slot past `ends_E[-1]` adds nothing, whatever it holds."""
+    """Sum of each token's rows, fp32 or better, k rising; a slot past `ends_E[-1]` or the last row adds nothing."""
     tokens, topk = permutation.position_TK.shape
     out_TD = rows_SD.new_zeros((tokens, rows_SD.shape[1]), dtype=torch.promote_types(rows_SD.dtype, torch.float32))
-    if rows_SD.shape[0] > 0:
-        used_TK = permutation.position_TK < permutation.ends_E[-1]
-        slot_TK = permutation.position_TK.clamp(max=rows_SD.shape[0] - 1)
+    rows = rows_SD.shape[0]
+    if rows:
+        used_TK = permutation.position_TK < permutation.ends_E[-1].clamp(max=rows)
+        slot_TK = permutation.position_TK.clamp(max=rows - 1)
         for k in range(topk):
             out_TD += torch.where(used_TK[:, k, None], rows_SD[slot_TK[:, k]], 0)
     return out_TD.to(rows_SD.dtype)

@@ -128,6 +128,7 @@ def _sum(rows_SD: torch.Tensor, position_TK: torch.Tensor, ends_E: torch.Tensor)
         out_TD,
         ends_E[-1:],
         tokens,
+        rows_SD.shape[0],
         d,
         *rows_SD.stride(),
         COPIES=topk,
