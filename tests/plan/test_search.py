@@ -70,6 +70,16 @@ SMALL = {
         _gpu("h200-sxm", 30).model_copy(update={"gpus_per_node": 2, "fabric": Fabric(pod_gpus=2, taper=0.2)}),
         ["train.global_batch_size=16"],
     ),
+    "pods, long steps": (
+        *("gpt-oss-20b", "{num_layers: 7, moe: {num_experts: 16}}", 4),
+        _gpu("h200-sxm", 38).model_copy(update={"gpus_per_node": 2, "fabric": Fabric(pod_gpus=2, taper=0.5)}),
+        ["train.global_batch_size=128"],
+    ),
+    "pods of two nodes, MTP": (
+        *("glm-4.5-air", "{num_layers: 4, moe: {num_experts: 16}}", 8),
+        _gpu("h200-sxm", 30).model_copy(update={"gpus_per_node": 2, "fabric": Fabric(pod_gpus=4, taper=0.1)}),
+        ["train.global_batch_size=32"],
+    ),
     "experts cut": (
         *("mixtral-8x7b", "{num_layers: 2, moe: {num_experts: 3}}", 4, _gpu("h200-sxm", 20)),
         ["train.global_batch_size=8"],
@@ -105,6 +115,26 @@ def test_it_finds_what_costing_all_finds(every):
     assert all(one.memory.total <= gpu.memory_bytes for one in found.pareto)
     assert found.looked_at == found.costed + sum(found.pruned.values())
     assert found.costed < len(costed) / 4  # else nothing was pruned
+
+
+@pytest.mark.parametrize("fabric", ["16:0.25", "8:0.1", "32:0.5"])
+def test_it_finds_the_fastest_of_long_steps_between_pods(fabric):
+    """Where the rank that has most to do waits for the other in the first groups of micro-batches, then no more."""
+    sizes = ["parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2", "parallel.expert_parallel_size=8"]
+    sets = [*sizes, "train.micro_batch_size=1", "train.global_batch_size=2048", "data.sequence_length=8192"]
+    config, card = _job("glm-4.5-air", *sets)
+    held = [text.partition("=")[0] for text in sets[:4]] + ["parallel.expert_tensor_parallel_size"]
+    gpu = load_gpu("h200-sxm").model_copy(update={"fabric": Fabric.parse(fabric)})
+    costing = _Costing(config, card, gpu, 64, Imbalance())
+    layouts = [
+        replace(layout, recompute=kind)
+        for layout, _, kinds in legal_layouts(config, card, gpu, 64, held)
+        for kind in kinds
+    ]
+    fits = [layout for layout in layouts if costing.memory(layout).total <= gpu.memory_bytes]
+    fastest = min(costing.full(layout).time.seconds for layout in fits)
+    plain = {"ceilings": (), "refine": False, "program": False, "overlap": False}
+    assert search(config, card, gpu, 64, held=held, **plain).best.time.seconds == fastest
 
 
 def test_bounds_are_below_what_they_bound_and_close(every):

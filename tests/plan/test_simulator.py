@@ -58,6 +58,35 @@ def test_zb_h1_hides_two_weight_gradients_a_rank(ranks, more, forward, x, y):
     assert max(map(done.peak_in_flight, range(ranks))) == ranks
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(SCHEDULES), st.integers(1, 4), st.booleans(), st.floats(0, 0.5), st.integers(0, 2**20))
+def test_once_groups_are_alike_all_that_follow_are(name, ranks, overlap, spread, seed):
+    draw, chunks = random.Random(seed), _CHUNKS[name]
+    costs = [StageCost(*(1 + draw.uniform(0, spread) for _ in range(7)), hidden=0.5) for _ in range(ranks * chunks)]
+    overlap = overlap and name in ("1f1b", "interleaved")
+
+    def run(groups: int) -> Simulation:
+        return simulate(build(name, ranks, groups * ranks, chunks, overlap=overlap), costs)
+
+    few, many = run(6), run(25)
+    if few.seconds_a_group is not None:
+        assert few.seconds + 19 * few.seconds_a_group == pytest.approx(many.seconds, rel=1e-9)
+        for rank in range(ranks):
+            more = 19 * sum(span.end - span.start for span in few.group(rank))
+            assert few.busy(rank) + more == pytest.approx(many.busy(rank), rel=1e-9)
+
+
+def test_groups_are_not_alike_before_the_busiest_rank_sets_the_pace():
+    work = ((0.166, 0.238), (0.177, 0.260), (0.163, 0.244), (0.132, 0.209))  # of GLM-4.5-Air in four stages
+    costs = [StageCost(*passes) for passes in work]
+    four, five, nine, ten = (simulate(build("interleaved", 2, 2 * groups, 2), costs) for groups in (4, 5, 9, 10))
+    busiest = 2 * sum(map(sum, work[::2]))
+    assert five.seconds_a_group is None
+    assert five.seconds - four.seconds < 0.97 * busiest
+    assert nine.seconds_a_group == pytest.approx(busiest)
+    assert ten.seconds - nine.seconds == pytest.approx(busiest)
+
+
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 1), (2, 4), (4, 8), (4, 11), (8, 32)])
 def test_zbv_idles_only_until_its_first_task(ranks, micro_batches):
     done = _run("zbv", ranks, micro_batches, StageCost(1.0, 1.0, 1.0))

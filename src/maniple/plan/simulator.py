@@ -19,6 +19,8 @@ from functools import cached_property
 
 from maniple.plan.schedules import Schedule, Slot, Task
 
+_ALIKE = 1e-9  # share by which groups that take equally long may differ: sums end in other digits
+
 
 class DeadlockError(RuntimeError):
     """Tasks wait for each other for ever; `waiting` has (rank, task, what it waits for)."""
@@ -51,10 +53,13 @@ class StageCost:
 
 @dataclass(frozen=True)
 class Span:
+    """sent: when each of its messages is there."""
+
     rank: int
     slot: Slot
     start: float
     end: float
+    sent: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,31 @@ class Simulation:
 
     def busy(self, rank: int) -> float:
         return sum(span.end - span.start for span in self.spans[rank])
+
+    def group(self, rank: int, before: int = 0) -> tuple[Span, ...]:
+        """What the rank runs while as many micro-batches begin as there are ranks: the last of them, or those so many
+        groups before."""
+        ranks, spans = self.schedule.ranks, self.spans[rank]
+        begun = [at for at, span in enumerate(spans) if (span.slot[0].kind, span.slot[0].chunk) == ("F", 0)]
+        last = len(begun) - 1 - before * ranks
+        return spans[begun[last - ranks] + 1 : begun[last] + 1]
+
+    @cached_property
+    def seconds_a_group(self) -> float | None:
+        """Seconds by which each further group of as many micro-batches as there are ranks makes the pipeline longer.
+
+        None while that is not known. It is once all that the last group did, on every rank, came equally long after
+        what the group before did: only on that hangs what follows. Until then a rank that has more to do than others
+        can still live on its warm-up's lead. Of five groups at least: of fewer, the two would be in the warm-up.
+        """
+        later = [
+            its - other
+            for rank in range(self.schedule.ranks)
+            for now, then in zip(self.group(rank), self.group(rank, before=1), strict=True)
+            for its, other in zip((now.start, *now.sent), (then.start, *then.sent), strict=True)
+        ]
+        longest = max(later)
+        return longest if longest - min(later) <= _ALIKE * longest else None
 
     def idle_share(self, rank: int) -> float:
         """The rank's bubble: its idle time over the pipeline's time."""
@@ -148,9 +178,9 @@ def simulate(schedule: Schedule, costs: Sequence[StageCost]) -> Simulation:
             if kind not in durations:
                 durations[kind] = _duration(slot, schedule, rank, costs)
             end = start + durations[kind]
-            spans[rank].append(Span(rank, slot, start, end))
             at[rank] += 1
             free[rank] = end
+            sent = []
             for task in slot:
                 done[rank, task] = end
                 stage = schedule.stages[rank][task.chunk]
@@ -164,10 +194,12 @@ def simulate(schedule: Schedule, costs: Sequence[StageCost]) -> Simulation:
                     continue
                 send = costs[stage].send_forward if task.kind == "F" else costs[stage].send_backward
                 arrived[key] = link_free[rank, other] = max(end, link_free[rank, other]) + send
+                sent.append(arrived[key])
                 if schedule.sends_block:
                     free[rank] = max(free[rank], arrived[key])
                 if other not in awake:
                     awake.append(other)
+            spans[rank].append(Span(rank, slot, start, end, tuple(sent)))
     waiting = [
         (rank, *_missing(schedule, rank, at[rank], done, arrived, last, place))
         for rank in range(ranks)

@@ -26,7 +26,7 @@ from maniple.plan.stages import folded
 from maniple.plan.stages import place as place_stages
 from maniple.plan.states import hosted
 
-# groups, of as many micro-batches as there are pipeline ranks, that are simulated one by one
+# groups, of as many micro-batches as there are pipeline ranks, that are simulated at first
 _GROUPS = 5
 # parameters in a bucket at least: megatron/core/distributed/distributed_data_parallel.py
 _BUCKET, _BUCKET_A_RANK = 40_000_000, 1_000_000
@@ -199,19 +199,22 @@ def _schedule(job: Job, name: str | None, micro_batches: int) -> schedules.Sched
 
 def _pipeline(job: Job, costs: list[StageCost], schedule: str | None) -> tuple[float, list[float], Simulation]:
     """Seconds of all micro-batches and each rank's busy ones, and the simulation: where there are many, of the first
-    groups of them, since every further group takes as long as the one before."""
+    groups of them, and of twice as many until all that are left take as long as the last."""
     place, number = job.place, job.place.micro_batches
     group = place.pipeline
     most = max(8, _GROUPS * group)
-    if number <= most:
-        run = simulate(_schedule(job, schedule, number), costs)
-        return run.seconds, [run.busy(rank) for rank in range(place.pipeline)], run
-    most += (number - most) % group  # whole groups are left
-    run = simulate(_schedule(job, schedule, most), costs)
-    fewer = simulate(_schedule(job, schedule, most - group), costs)
-    more = (number - most) / group
-    busy = [run.busy(rank) + more * (run.busy(rank) - fewer.busy(rank)) for rank in range(place.pipeline)]
-    return run.seconds + more * (run.seconds - fewer.seconds), busy, run
+    while number >= most + group:
+        most += (number - most) % group  # whole groups are left
+        run = simulate(_schedule(job, schedule, most), costs)
+        if (seconds := run.seconds_a_group) is not None:
+            more = (number - most) // group
+            busy = [
+                run.busy(rank) + more * sum(span.end - span.start for span in run.group(rank)) for rank in range(group)
+            ]
+            return run.seconds + more * seconds, busy, run
+        most *= 2
+    run = simulate(_schedule(job, schedule, number), costs)
+    return run.seconds, [run.busy(rank) for rank in range(group)], run
 
 
 def _buckets(job: Job, parameters: int) -> int:
