@@ -26,7 +26,8 @@ def test_calls_take_turns():
     assert order == again
 
 
-def test_on_a_gpu_events_enclose_the_call_alone(monkeypatch):
+def fake_gpu(monkeypatch, milliseconds):
+    """A list of all that is asked of a GPU on which a call lasts so long."""
     done = []
 
     class Event:
@@ -39,14 +40,19 @@ def test_on_a_gpu_events_enclose_the_call_alone(monkeypatch):
 
         def elapsed_time(self, end):
             assert done[-1] == "synchronize"
-            return 10.0 * (end.at - self.at)
+            return milliseconds * (end.at - self.at) / 2  # a call and its event
 
     flush = types.SimpleNamespace(zero_=lambda: done.append("flush"))
     cuda = types.SimpleNamespace(Event=Event, synchronize=lambda device: done.append("synchronize"))
     monkeypatch.setattr(timing, "torch", types.SimpleNamespace(cuda=cuda, empty=lambda *a, **k: flush, uint8=None))
+    return done
+
+
+def test_on_a_gpu_events_enclose_the_call_alone(monkeypatch):
+    done = fake_gpu(monkeypatch, 20.0)
     calls = {name: lambda name=name: done.append(name) for name in "ab"}
     times = timing.interleaved(calls, torch.device("cuda"), rounds=3)
-    measured = [word for name in "ab" for word in ("event", name, "event", "synchronize")]  # a call lasts 20
+    measured = [word for name in "ab" for word in ("event", name, "event", "synchronize")]
     # two calls fill 30 ms, after one that does not count; as many turns as rounds, of which there are few
     assert done[:6] + done[-1:] == ["a"] * 3 + ["b"] * 3 + ["synchronize"]
     turns = done[6 + len(measured) : -1]
@@ -59,26 +65,12 @@ def test_on_a_gpu_events_enclose_the_call_alone(monkeypatch):
 
 
 def test_a_short_call_takes_several_turns_too(monkeypatch):
-    took = []
-
-    class Event:
-        def __init__(self, enable_timing):
-            pass
-
-        def record(self):
-            pass
-
-        def elapsed_time(self, end):
-            return 0.1
-
-    flush = types.SimpleNamespace(zero_=lambda: None)
-    cuda = types.SimpleNamespace(Event=Event, synchronize=lambda device: None)
-    monkeypatch.setattr(timing, "torch", types.SimpleNamespace(cuda=cuda, empty=lambda *a, **k: flush, uint8=None))
-    calls = {name: lambda name=name: took.append(name) for name in "abc"}
+    done = fake_gpu(monkeypatch, 0.1)
+    calls = {name: lambda name=name: done.append(name) for name in "abc"}
     times = timing.interleaved(calls, torch.device("cuda"), rounds=30)
     assert times["a"].rounds == timing.TURNS * 30
-    turns = [name for name, _ in itertools.groupby(took[3 * timing.WARM_UP + 3 :])]
-    assert len(turns) > 2 * timing.TURNS  # nobody's rounds are all behind one neighbour
+    called = [word for word in done if word in calls][3 * timing.WARM_UP + 3 :]
+    assert len(list(itertools.groupby(called))) > 2 * timing.TURNS  # nobody's rounds are all behind one neighbour
 
 
 def test_times_are_medians_and_fifths():

@@ -61,12 +61,12 @@ def interleaved(
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
     bursts = {name: _burst(call, device, rounds) for name, call in calls.items()}
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
-    turn = 0
-    while turn < min(TURNS, rounds) or any(len(pairs) < rounds for pairs in events.values()):
+    turn, least = 0, min(TURNS, rounds)
+    while turn < least or any(len(pairs) < rounds for pairs in events.values()):
         turn += 1
         draw.shuffle(order)
         for name in order:
-            if turn > TURNS and len(events[name]) >= rounds:
+            if turn > least and len(events[name]) >= rounds:
                 continue
             uncounted = -(-bursts[name] // 3)
             for number in range(uncounted + bursts[name]):

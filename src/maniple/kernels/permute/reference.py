@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from maniple.kernels.grouped_gemm.reference import gather_sum
+
 
 @dataclass(frozen=True)
 class Permutation:
@@ -39,12 +41,4 @@ def gather(x_TD: torch.Tensor, permutation: Permutation, slots: int) -> torch.Te
 
 def scatter_sum(rows_SD: torch.Tensor, permutation: Permutation) -> torch.Tensor:
     """Sum of each token's rows, fp32 or better, k rising; a slot past `ends_E[-1]` or the last row adds nothing."""
-    tokens, topk = permutation.position_TK.shape
-    out_TD = rows_SD.new_zeros((tokens, rows_SD.shape[1]), dtype=torch.promote_types(rows_SD.dtype, torch.float32))
-    rows = rows_SD.shape[0]
-    if rows:
-        used_TK = permutation.position_TK < permutation.ends_E[-1].clamp(max=rows)
-        slot_TK = permutation.position_TK.clamp(max=rows - 1)
-        for k in range(topk):
-            out_TD += torch.where(used_TK[:, k, None], rows_SD[slot_TK[:, k]], 0)
-    return out_TD.to(rows_SD.dtype)
+    return gather_sum(rows_SD, permutation.position_TK, permutation.ends_E)
