@@ -327,7 +327,7 @@ def main(arguments: list[str] | None = None) -> int:
         return code or 0
     except UserError as error:
         if worker.is_launched():
-            worker.record(error)  # the launcher prints it, once for all ranks
+            worker.record(error, 2)  # the launcher prints it, once for all ranks
             worker.leave(2)
         else:
             _complain(str(error))
@@ -350,10 +350,10 @@ def main(arguments: list[str] | None = None) -> int:
         if isinstance(error, typer.Abort):
             return 130
         if worker.is_launched():  # the launcher prints it, if it was the first
-            worker.record(error)
+            worker.record(error, 1)
             worker.leave(1)
         if worker.is_worker():
-            worker.record(error)
+            worker.record(error, 1)
         raise
 
 

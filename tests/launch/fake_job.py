@@ -55,8 +55,16 @@ def _train(config, card, *, restarted, report) -> int:
             time.sleep(0.001)
         raise RuntimeError("boom" if rank == 1 else "connection closed by peer")
     if ending == "hang":
-        report(Hang("step 7: rank 1 stopped in data loading 61 s ago; rank 0 waits in backward"))
+        report(Hang("step 7: rank 1 stopped in data loading 61 s ago; rank 0 waits in backward"), pulse.HUNG)
         os._exit(pulse.HUNG)
+    if ending == "hang_and_linger":  # rank 0 has told of a hang, and rank 1 ends before it
+        if rank == 0:
+            report(Hang("step 7: rank 1 stopped in data loading 61 s ago; rank 0 waits in backward"), pulse.HUNG)
+            time.sleep(200)
+        words = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+        while not (words.parents[1] / "0" / words.name).exists():
+            time.sleep(0.001)
+        raise RuntimeError("connection closed by peer")
     if ending == "stop":  # as the trainer does: finishes what it is at, then ends well
         asked = []
         for number in (signal.SIGTERM, signal.SIGINT):

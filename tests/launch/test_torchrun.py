@@ -224,8 +224,9 @@ def test_a_killed_worker_gives_128_and_the_signal():
     assert time.monotonic() - started < 150  # the other one would sleep for 200 s
 
 
-def test_a_hang_is_told_in_its_own_words():
-    done = run("hang@0", "--nproc", "2")
+@pytest.mark.parametrize("ending", ["hang@0", "hang_and_linger"])
+def test_a_hang_is_told_in_its_own_words(ending):
+    done = run(ending, "--nproc", "2")
     assert done.returncode == 124
     assert done.stderr.splitlines()[1:] == [
         "maniple: step 7: rank 1 stopped in data loading 61 s ago; rank 0 waits in backward"

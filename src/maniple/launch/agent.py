@@ -232,7 +232,7 @@ class Agent(LocalElasticAgent):
         kind, _, message = str(word.get("message", "")).partition(": ")
         details = word.get("extraInfo", {})
         if code is None:
-            code = 2 if kind == _MISTAKE else 1
+            code = int(details.get("exit_code", 1))  # it is about to end
         if not kind:
             line = f"rank {rank} ended with exit code {code}{where}"
         elif kind in _WHOLE_LINES:

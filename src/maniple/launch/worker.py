@@ -78,15 +78,17 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def report(error: BaseException) -> None:
-    """Leaves the error for the launcher, or prints it in one line where no `maniple train` will."""
-    record(error)
+def report(error: BaseException, exit_code: int) -> None:
+    """Leaves the error for the launcher, or prints it in one line where no `maniple train` will. exit_code: what this
+    process is about to end with."""
+    record(error, exit_code)
     if not is_launched():
         print(f"maniple: error: {error}", file=sys.stderr, flush=True)
 
 
-def record(error: BaseException) -> None:
-    """Leaves the error, its time and traceback in the file that torchrun named for this rank, in torchrun's format.
+def record(error: BaseException, exit_code: int) -> None:
+    """Leaves the error, its time and traceback, and the exit code that is to come, in the file that torchrun named for
+    this rank, in torchrun's format.
 
     Written here rather than by torch's ErrorHandler, so that a mistake found before torch is needed costs no import.
     """
@@ -95,6 +97,7 @@ def record(error: BaseException) -> None:
         return
     now = time.time()
     details = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(now)), "moment": now}
+    details["exit_code"] = exit_code  # the launcher may read this before the process has ended
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": details}
     # under another name first: the launcher reads it at any moment
     fresh = Path(f"{path}.new")

@@ -49,12 +49,13 @@ def main(
     card: ModelCard,
     *,
     restarted: bool = False,
-    report: Callable[[BaseException], None] | None = None,
+    report: Callable[[BaseException, int], None] | None = None,
 ) -> int:
     """Runs this process's part of the job and returns the exit code. Raises UserError for the user's mistakes.
 
-    restarted: it takes the place of a process that was there before. report: takes the reason of an end that this
-    function does not return from, just before it; without it a hanging job is left to the collectives' own timeout.
+    restarted: it takes the place of a process that was there before. report: takes the reason and the exit code of an
+    end that this function does not return from, just before it; without it a hanging job is left to the collectives'
+    own timeout.
     """
     device = parallel.pick_device(job)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

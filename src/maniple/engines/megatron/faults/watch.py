@@ -49,9 +49,10 @@ def margin(timeout: float) -> float:
 
 
 class Watch:
-    """The thread. `report` takes the Hang, for the launcher or the screen, just before the process ends."""
+    """The thread. `report` takes the Hang and the exit code, just before the process ends: for the launcher, or the
+    screen."""
 
-    def __init__(self, rank: int, world: int, timeout: float, report: Callable[[BaseException], None]) -> None:
+    def __init__(self, rank: int, world: int, timeout: float, report: Callable[[BaseException, int], None]) -> None:
         self.rank, self.world, self.timeout, self.report = rank, world, timeout, report
         self._every = max(_EVERY, world / _RANKS_A_SECOND)
         self._ended = threading.Event()
@@ -101,7 +102,7 @@ class Watch:
         if now.since != own.since or self._ended.is_set():
             self._take_back()  # it has gone on meanwhile
             return
-        self.report(hang)
+        self.report(hang, pulse.HUNG)
         sys.stderr.flush()
         os._exit(pulse.HUNG)
 
