@@ -105,6 +105,8 @@ def test_a_plan_takes_as_long_as_what_was_measured():
         assert passes.backward["attention_core"] == took("attention", f"{prefix}backward")
     assert 4000 * software.gap_microseconds * 1e-6 == took("launch", "kernel")
     assert load_software("maniple").gap_microseconds == 10
+    assert 32 * (60 + 86) * software.host_microseconds * 1e-6 == took("launch", "host")
+    assert load_software("maniple").host_microseconds == 0
 
 
 def _seconds(gpu=H200, card=QWEN, recipe: str = "bf16") -> tuple[float, dict[str, float]]:
@@ -131,6 +133,22 @@ def test_what_was_measured_replaces_the_card_s_and_nothing_else(tmp_path):
     assert latent.forward["attention_core"] == pytest.approx(
         8 * attention_core_flops_per_token(DEEPSEEK, 8, None) / (0.25 * 989e12)
     )
+
+
+def test_small_layers_wait_for_the_host_and_large_ones_do_not(tmp_path):
+    """50 microseconds for each of a layer's 60 and 86 kernels are more than the GPU needs for 512 tokens."""
+    host = with_calibration(H200, _file(tmp_path, [_row("launch", "host", 146, 7.3)]))
+
+    def step(gpu, tokens: int):
+        words = {"data": {"sequence_length": tokens}, "train": {"micro_batch_size": 1, "global_batch_size": 3}}
+        return estimate(TrainConfig.model_validate(words), QWEN, gpu, 1, imbalance=BALANCED)
+
+    small, waits = step(H200, 512), step(host, 512)
+    layers = sum(small.components[part] for part in small.components if part not in ("optimizer", "embedding"))
+    assert waits.seconds - small.seconds == pytest.approx(waits.components["host"])
+    assert waits.seconds > 3 * QWEN.num_layers * 7.3e-3 > layers
+    assert "host" not in small.components
+    assert step(host, 65_536) == replace(step(H200, 65_536), assumptions=step(host, 65_536).assumptions)
 
 
 def _of_h200():
@@ -270,8 +288,8 @@ def test_a_cpu_is_measured_to_show_the_command(tmp_path, capsys, monkeypatch):
     made = read(file)
     assert made.card is None
     assert made.gpu.startswith("CPU")
-    assert made.not_measured == {}
-    found = {(row.group, row.name) for row in made.measured}
+    assert made.not_measured.keys() == {"launch host"}  # a CPU has nobody ahead of it
+    found = {(row.group, row.name) for row in made.measured} | {("launch", "host")}
     assert found == {(work.group, work.name) for work in calibrate_work.all_of(calibrate_work.GPU, CPU)}
     assert {row.what.rpartition(", ")[2] for row in made.measured} == {"reference", "torch"}
     assert set(made.sources) >= {"grouped_gemm", "permute", "quantize"}

@@ -17,6 +17,7 @@ from maniple.config.check import check, parse_layout, resolve_card
 from maniple.config.load import load
 from maniple.errors import UserError
 from maniple.hardware import load_gpu
+from maniple.hardware.calibration import Calibration, Measurement
 from maniple.hardware.card import Fabric
 from maniple.plan import search_report, search_space
 from maniple.plan.imbalance import Imbalance
@@ -40,6 +41,22 @@ def _job(model: str, *sets: str):
 def _gpu(name: str, memory_gb: float | None = None):
     gpu = load_gpu(name)
     return gpu if memory_gb is None else gpu.model_copy(update={"memory_gb": memory_gb})
+
+
+def _slow_host(gpu):
+    """The GPU of a machine whose host needs 30 microseconds for each of a layer's kernels."""
+    host = Measurement(
+        group="launch",
+        name="host",
+        what="made up",
+        work=1.0,
+        milliseconds=0.03,
+        milliseconds_p20=0.03,
+        milliseconds_p80=0.03,
+        rounds=1,
+    )
+    about = {"format": 1, "gpu": gpu.name, "card": gpu.name, "date": "", "command": "", "versions": {}, "sources": {}}
+    return gpu.model_copy(update={"calibration": Calibration(**about, measured=(host,))})
 
 
 SMALL = {
@@ -79,6 +96,10 @@ SMALL = {
         *("glm-4.5-air", "{num_layers: 4, moe: {num_experts: 16}}", 8),
         _gpu("h200-sxm", 30).model_copy(update={"gpus_per_node": 2, "fabric": Fabric(pod_gpus=4, taper=0.1)}),
         ["train.global_batch_size=32"],
+    ),
+    "slow host": (
+        *("qwen3-30b-a3b", "{num_layers: 7, moe: {num_experts: 16}}", 4, _slow_host(_gpu("h200-sxm", 26))),
+        ["train.global_batch_size=16"],
     ),
     "experts cut": (
         *("mixtral-8x7b", "{num_layers: 2, moe: {num_experts: 3}}", 4, _gpu("h200-sxm", 20)),

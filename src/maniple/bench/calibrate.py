@@ -88,7 +88,10 @@ def _measured(work: Work, card: Card | None, device: torch.device, rounds: int, 
         error = ready.error() if ready.error else 0.0
         if not error <= ready.bound:  # NaN is wrong too
             raise CannotMeasureError(f"{ready.by} is wrong: its error is {error:.1e}, and {ready.bound:.1e} the bound")
-        times = interleaved({"it": ready.call}, device, rounds)["it"]
+        try:
+            times = interleaved({"it": ready.call}, device, rounds)["it"]
+        finally:
+            ready.close()
     except CannotMeasureError:
         raise
     except Exception as failure:  # a kernel may fail in any way, and the others are still measured

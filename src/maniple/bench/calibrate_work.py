@@ -20,6 +20,7 @@ from maniple.bench.operands import BOUNDS
 from maniple.bench.ours import float8, format_of, ours
 from maniple.bench.shapes import Shape, of_model
 from maniple.hardware.calibration import PASSES, RECIPES, Group
+from maniple.hardware.efficiency import load_software
 from maniple.kernels import linear, permute, quantize, registry
 from maniple.kernels.adamw import Shard, adamw_
 from maniple.kernels.linear import reference as linear_reference
@@ -31,6 +32,7 @@ from maniple.models.flops import attention_core_flops_per_token
 from maniple.plan import operators
 
 SEED = 1234
+_HOST_LAYERS, _HOST_BATCHES = 8, 4  # layers, micro-batches
 _OPS = {"forward": "forward", "dgrad": "dgrad", "wgrad": "wgrad_accumulate"}
 
 
@@ -40,12 +42,14 @@ class CannotMeasureError(Exception):
 
 @dataclass(frozen=True)
 class Ready:
-    """Something to time. by: the implementation. error: relative, of its result, and the bound; None: not compared."""
+    """Something to time. by: the implementation. error: relative, of its result, and the bound; None: not compared.
+    close: lets go of what was made, once it has been timed."""
 
     call: Callable[[], object]
     by: str
     error: Callable[[], float] | None = None
     bound: float = 0.0
+    close: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,7 @@ def all_of(sizes: Sizes, device: torch.device) -> Iterator[Work]:
     yield from _attention("", _card("qwen3-30b-a3b", sizes), sizes, device)
     yield from _attention("latent_", _card("deepseek-v3", sizes), sizes, device)
     yield _launches(sizes, device)
+    yield _host(device)
 
 
 def _multiplied(device: torch.device) -> list[str]:
@@ -309,6 +314,25 @@ def _launches(sizes: Sizes, device: torch.device) -> Work:
         return Ready(run, "torch")
 
     return Work("launch", "kernel", f"{sizes.launches:,} small ones in a row", float(sizes.launches), chain)
+
+
+def _host(device: torch.device) -> Work:
+    """A step of the engine that is so small that the GPU waits for the host all the time."""
+    card = load_card("qwen3-30b-a3b").tiny().model_copy(update={"num_layers": _HOST_LAYERS})
+
+    def step() -> Ready:
+        if device.type != "cuda":
+            raise CannotMeasureError("a CPU computes by itself what it would ask a GPU for")
+        from maniple.bench.step_ours import Ours
+        from maniple.bench.whole_step import Plan
+
+        plan = Plan(card, 64, 1, _HOST_BATCHES, warm_up=0, steps=0, device=device, seed=SEED, command="")
+        engine = Ours(plan, "bf16")
+        return Ready(engine.step, "the engine", close=engine.close)
+
+    passes = _HOST_LAYERS * _HOST_BATCHES
+    kernels = passes * sum(load_software("maniple").launches["moe"])
+    return Work("launch", "host", f"a step of {passes} passes of small MoE layers", float(kernels), step)
 
 
 def _by(op: str, device: torch.device) -> str:

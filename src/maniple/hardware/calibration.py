@@ -28,11 +28,11 @@ NAMES = {
         *("copy", "gather", "elementwise", "adamw_fp32", "adamw_bf16"),
         *(f"quantize_{recipe}" for recipe in RECIPES[1:]),
     ),
-    "launch": ("kernel",),
+    "launch": ("kernel", "host"),
 }
 MOST = 1.05  # of a peak: vendors' peaks are at a nominal clock, which some devices exceed a little
 LEAST = 0.01  # of a peak: a GPU that does less in a large operation does something else at the time
-LONGEST = 1000.0  # microseconds of a kernel that has nothing to do; it takes a few
+LONGEST = 1000.0  # microseconds of a kernel that has nothing to do, or of the host for one; they take a few
 _BUSY = "measured in other units, or beside other work: calibrate again with the GPU idle"
 Group = Literal["matmul", "grouped", "attention", "memory", "launch"]
 
@@ -121,13 +121,15 @@ class Calibration(_Figures):
                     raise UserError(
                         f"{group} {name} is {share:.2g} of what {gpu.name} has at most, less than {LEAST:g}; {_BUSY}"
                     )
-        if (gap := self.gap_microseconds or 0.0) > LONGEST:
-            raise UserError(f"launch kernel is {gap:,.0f} microseconds a kernel, more than {LONGEST:,.0f}; {_BUSY}")
+        for name in NAMES["launch"]:
+            if (each := self.microseconds(name) or 0.0) > LONGEST:
+                raise UserError(
+                    f"launch {name} is {each:,.0f} microseconds a kernel, more than {LONGEST:,.0f}; {_BUSY}"
+                )
 
-    @property
-    def gap_microseconds(self) -> float | None:
-        """What a kernel costs that has nothing to do."""
-        speed = self.attained("launch", "kernel")
+    def microseconds(self, name: str) -> float | None:
+        """Of `launch`: what a kernel costs that has nothing to do, and what the host needs for one of a layer's."""
+        speed = self.attained("launch", name)
         return None if speed is None else 1e6 / speed
 
     @property
@@ -153,8 +155,8 @@ class Calibration(_Figures):
                 with_quantization=apart if group == "grouped" else (),
             )
         changed["borrowed"] = {group: card for group, card in efficiency.borrowed.items() if group not in changed}
-        gap = self.gap_microseconds
-        launch = {} if gap is None else {"gap_microseconds": gap}
+        found = {"gap_microseconds": self.microseconds("kernel"), "host_microseconds": self.microseconds("host")}
+        launch = {field: each for field, each in found.items() if each is not None}
         return efficiency.model_copy(update=changed), software.model_copy(update=launch)
 
 

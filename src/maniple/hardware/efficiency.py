@@ -68,6 +68,9 @@ class Software(_Figures):
         description="of a layer, forward and backward; experts: of a MoE layer's exchange and experts alone"
     )
     gap_microseconds: float = Field(ge=0)
+    host_microseconds: float = Field(
+        0.0, ge=0, description="that the host needs for one of a layer's kernels; 0: it is always ahead of the GPU"
+    )
     elementwise: float | None = Field(None, gt=0, le=1)
     permutation: float | None = Field(None, gt=0, le=1)
     torch_attention: bool = Field(

@@ -40,6 +40,7 @@ _FAMILIES = {
     "recompute": "recompute",
     "bubble": "idle",
     "gaps": "idle",
+    "host": "idle",
     **dict.fromkeys(("tensor_parallel", "context_parallel"), "collectives"),
     **dict.fromkeys(("gradient_reduction", "parameter_gathering", "optimizer"), "update"),
 }

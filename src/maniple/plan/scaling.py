@@ -24,7 +24,7 @@ Kind = Literal["weak", "strong"]
 
 _LEAST = 1e-4  # seconds
 # parts whose names alone do not say what they are
-_WORDS = {"bubble": "the pipeline's bubble", "gaps": "gaps between kernels"}
+_WORDS = {"bubble": "the pipeline's bubble", "gaps": "gaps between kernels", "host": "waiting for the host"}
 
 
 @dataclass(frozen=True)

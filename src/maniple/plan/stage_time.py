@@ -174,12 +174,16 @@ def _exchange(job: Job, comm: Passes, tokens: float, load: float) -> None:
 
 
 def _gaps(job: Job, passes: Passes, kind: str) -> None:
-    """What kernels cost beside their work: launches by the host, ramps and tails."""
+    """What kernels cost beside their work, ramps and tails; and how long they wait for a host that needs longer for a
+    layer's kernels than the GPU."""
     if job.graphs == "full" or (job.graphs == "attention" and kind == "dense"):
         return
     forward, backward = job.software.launches["experts" if job.graphs == "attention" else kind]
     each = job.software.gap_microseconds * 1e-6
     passes.add("gaps", forward * each, backward * each)
+    host = job.software.host_microseconds * 1e-6
+    busy = passes.backward.total + passes.weight.total
+    passes.add("host", max(0.0, forward * host - passes.forward.total), max(0.0, backward * host - busy))
 
 
 def _recomputed(job: Job, layer: int, place: int | None) -> bool:
