@@ -179,3 +179,21 @@ def test_a_graph_replays_other_logits():
 def test_the_kernels_are_what_ran():
     route(torch.zeros(1, 4, device="cuda"), RouterSpec(4, 1), **MINE)
     assert ("routing", "bf16", "cuda", "triton") in registry.used()
+
+
+def test_beyond_two_to_the_31_elements():
+    """Of 933,000 tokens and 2,304 experts: the last tokens as if they were alone, forward and backward."""
+    spec, tokens = SPECS["E 2304, k 36, groups"], 2**31 // 2304 + 1000
+    logits_TE = torch.randn(tokens, spec.num_experts, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    last = slice(tokens - 64, tokens)
+    alone_TE = logits_TE.detach()[last].clone().requires_grad_()
+    got, alone = route(logits_TE, spec, **MINE), route(alone_TE, spec, **MINE)
+    assert torch.equal(got.ids_TK[last], alone.ids_TK)
+    assert torch.equal(got.probs_TK[last], alone.probs_TK)
+    assert torch.equal(got.scores_TE[last], alone.scores_TE)
+    assert got.counts().sum() == tokens * spec.topk
+    grads = [torch.rand_like(got.probs_TK), torch.rand_like(got.scores_TE)]
+    (grad_TE,) = torch.autograd.grad([got.probs_TK, got.scores_TE], logits_TE, grads)
+    of_last = [grad[last].clone() for grad in grads]
+    (wanted_TE,) = torch.autograd.grad([alone.probs_TK, alone.scores_TE], alone_TE, of_last)
+    assert torch.equal(grad_TE[last], wanted_TE)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from maniple.commands import AsJson, Command, Group, check_target, given, print_table
+from maniple.commands.planned import SEQUENCE, Load, Measured, Pods, gpu_named, job_to_plan, say_other_model
 from maniple.errors import UserError
 
 
@@ -25,25 +26,6 @@ app = typer.Typer(
     cls=_Plans,
     help="What a job will need: `maniple plan MODEL --gpus N --gpu NAME` says whether it fits, and where it is tight.",
 )
-
-
-Load = Annotated[
-    str,
-    typer.Option(
-        help="load of the fullest rank over the mean: a factor, or a router: balanced, dirichlet:8, lognormal:0.3"
-    ),
-]
-Measured = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="what `maniple plan calibrate` measured, in place of the card's figures"),
-]
-Pods = Annotated[
-    str | None,
-    typer.Option(
-        metavar="GPUS:SHARE",
-        help="the cluster's pods and the share of their NICs' rate that leaves them: 256:0.5; default: all nodes alike",
-    ),
-]
 
 
 @app.command(cls=Command)
@@ -165,31 +147,12 @@ def job(
             print(line)
 
 
-def gpu_named(name: str, count: int = 1, calibration: Path | None = None, fabric: str | None = None):
-    """A card by its name, or by its first words where only one has them (`h200`, but not `h20`: another GPU), of which
-    a job has `count`; with a calibration of it, and the fabric between nodes (`Pods`)."""
-    from maniple.hardware import list_gpus, load_gpu, with_calibration
-    from maniple.hardware.card import Fabric
-
-    meant = [known for known in list_gpus() if known.startswith(f"{name.lower()}-")]
-    card = load_gpu(meant[0] if len(meant) == 1 and name not in list_gpus() else name)
-    if count < 1:
-        raise UserError(f"--gpus {count}: a job has at least one GPU")
-    if fabric is not None:
-        pods = Fabric.parse(fabric)
-        if pods.pod_gpus % card.gpus_per_node:
-            raise UserError(f"--fabric {fabric}: a pod holds whole nodes, which have {card.gpus_per_node} {card.name}")
-        card = card.model_copy(update={"fabric": pods})
-    return card if calibration is None else with_calibration(card, calibration)
-
-
 def _is_layout(text: str) -> bool:
     return text.strip().startswith(("parallel", "recompute"))
 
 
 def _best(model: str, sets: list[str], config, gpu, gpus: int, imbalance) -> str:
     """A line for a job of which no layout was given: what `maniple plan search` finds for the same tokens."""
-    from maniple.commands.plan_search import job_to_plan
     from maniple.hardware.units import binary_size, three_digits
     from maniple.plan import search_report
     from maniple.plan.search_context import search_contexts
@@ -206,18 +169,6 @@ def _best(model: str, sets: list[str], config, gpu, gpus: int, imbalance) -> str
     )
 
 
-def say_other_model(model: str, config: Path | None) -> None:
-    """Says on standard error that MODEL takes the place of the one that the job file names."""
-    if config is None:
-        return
-    from maniple.config.load import load
-
-    loaded = load(config, [])
-    named = loaded.config.model.card
-    if named not in (None, model) and loaded.origin["model.card"].kind != "default":
-        print(f"maniple: {model} is planned in place of {config}'s own {named}", file=sys.stderr)
-
-
 def _with_batch(loaded, gpus: int) -> tuple[Any, dict[str, Any]]:
     """The job, with the batch that it does not give: (it, what was assumed). A job without a file has the defaults of a
     laptop, whose batch and sequence would say nothing of many GPUs."""
@@ -230,7 +181,7 @@ def _with_batch(loaded, gpus: int) -> tuple[Any, dict[str, Any]]:
 
     data, train, parallel = config.data, config.train, config.parallel
     if is_default("data.sequence_length"):
-        length = min(_SEQUENCE, resolve_card(config).max_position)
+        length = min(SEQUENCE, resolve_card(config).max_position)
         data = data.model_copy(update={"sequence_length": length})
         assumed["data.sequence_length"] = length
     if is_default("train.global_batch_size"):
@@ -242,7 +193,6 @@ def _with_batch(loaded, gpus: int) -> tuple[Any, dict[str, Any]]:
 
 
 _PARTS = 4  # modules that a line names
-_SEQUENCE = 4096
 _PASSES = 4  # micro-batches for each pipeline rank: enough to fill it
 
 

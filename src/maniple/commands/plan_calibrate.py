@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from maniple.commands import AsJson, check_target, print_table
+from maniple.commands.planned import gpu_named
 from maniple.errors import UserError
 
 
@@ -38,7 +39,6 @@ def calibrate(
     from maniple.bench import calibrate as measuring
     from maniple.bench.command import Progress
     from maniple.bench.rows import command_of
-    from maniple.commands.plan import gpu_named
     from maniple.hardware.efficiency import load_efficiency
 
     where = torch.device("cuda" if device == "gpu" else "cpu")

@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from maniple.commands import AsJson, print_table
-from maniple.commands.plan import Load, Measured, Pods, gpu_named
-from maniple.commands.plan_search import job_to_plan
+from maniple.commands.planned import Load, Measured, Pods, gpu_named, job_to_plan
 from maniple.errors import UserError
 
 

@@ -4,61 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from maniple.commands import AsJson, check_target, given, print_table
-from maniple.commands.plan import Load, Measured, Pods, gpu_named, say_other_model
+from maniple.commands.planned import Load, Measured, Pods, gpu_named, job_to_plan
 from maniple.errors import UserError
-
-if TYPE_CHECKING:
-    from maniple.config.schema import TrainConfig
-    from maniple.models.card import ModelCard
-
-_SEQUENCE = 4096
-_SAMPLES = 8  # sequences a step and GPU, where none are asked for
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A job whose layout is looked for. assumed: keys that nobody gave; held: those of the command line."""
-
-    config: TrainConfig
-    card: ModelCard
-    assumed: dict[str, int]
-    held: set[str]
-
-
-def job_to_plan(
-    model: str, config: Path | None, sets: list[str], gpus: int, batch: int | None, length: int | None
-) -> Asked:
-    """The job of a file, or of the preset `pretrain`, on so many GPUs, with a batch and a sequence."""
-    from maniple.config.check import resolve_card
-    from maniple.config.load import PRESETS, load
-
-    say_other_model(model, config)
-    every = [f"model.card={json.dumps(model, ensure_ascii=False)}"]
-    every += [] if config is not None else ["train.steps=100000"]
-    every += sets
-    every += [] if batch is None else [f"train.global_batch_size={batch}"]
-    every += [] if length is None else [f"data.sequence_length={length}"]
-    loaded = load(config or PRESETS / "pretrain.yaml", every)
-    job, assumed = loaded.config, {}
-    card = resolve_card(job)
-    held = {key for key, origin in loaded.origin.items() if origin.kind == "cli"}
-    # the preset's sequence is no one's wish
-    given = {key for key, origin in loaded.origin.items() if origin.kind != "default"} if config else held
-    data, train = job.data, job.train
-    if "data.sequence_length" not in given:
-        assumed["data.sequence_length"] = min(_SEQUENCE, card.max_position)
-        data = data.model_copy(update={"sequence_length": assumed["data.sequence_length"]})
-    if "train.global_batch_size" not in given:
-        assumed["train.global_batch_size"] = _SAMPLES * gpus
-        train = train.model_copy(update={"global_batch_size": assumed["train.global_batch_size"]})
-    return Asked(job.model_copy(update={"data": data, "train": train}), card, assumed, held)
 
 
 def search(

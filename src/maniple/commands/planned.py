@@ -1,0 +1,107 @@
+"""What commands under `maniple plan` share: options, the GPU that a name means, the job whose layout is looked for."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from maniple.errors import UserError
+
+if TYPE_CHECKING:
+    from maniple.config.schema import TrainConfig
+    from maniple.models.card import ModelCard
+
+SEQUENCE = 4096  # tokens, where no length is asked for
+_SAMPLES = 8  # sequences a step and GPU, likewise
+
+Load = Annotated[
+    str,
+    typer.Option(
+        help="load of the fullest rank over the mean: a factor, or a router: balanced, dirichlet:8, lognormal:0.3"
+    ),
+]
+Measured = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="what `maniple plan calibrate` measured, in place of the card's figures"),
+]
+Pods = Annotated[
+    str | None,
+    typer.Option(
+        metavar="GPUS:SHARE",
+        help="the cluster's pods and the share of their NICs' rate that leaves them: 256:0.5; default: all nodes alike",
+    ),
+]
+
+
+def gpu_named(name: str, count: int = 1, calibration: Path | None = None, fabric: str | None = None):
+    """A card by its name, or by its first words where only one has them (`h200`, but not `h20`: another GPU), of which
+    a job has `count`; with a calibration of it, and the fabric between nodes (`Pods`)."""
+    from maniple.hardware import list_gpus, load_gpu, with_calibration
+    from maniple.hardware.card import Fabric
+
+    meant = [known for known in list_gpus() if known.startswith(f"{name.lower()}-")]
+    card = load_gpu(meant[0] if len(meant) == 1 and name not in list_gpus() else name)
+    if count < 1:
+        raise UserError(f"--gpus {count}: a job has at least one GPU")
+    if fabric is not None:
+        pods = Fabric.parse(fabric)
+        if pods.pod_gpus % card.gpus_per_node:
+            raise UserError(f"--fabric {fabric}: a pod holds whole nodes, which have {card.gpus_per_node} {card.name}")
+        card = card.model_copy(update={"fabric": pods})
+    return card if calibration is None else with_calibration(card, calibration)
+
+
+def say_other_model(model: str, config: Path | None) -> None:
+    """Says on standard error that MODEL takes the place of the one that the job file names."""
+    if config is None:
+        return
+    from maniple.config.load import load
+
+    loaded = load(config, [])
+    named = loaded.config.model.card
+    if named not in (None, model) and loaded.origin["model.card"].kind != "default":
+        print(f"maniple: {model} is planned in place of {config}'s own {named}", file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A job whose layout is looked for. assumed: keys that nobody gave; held: those of the command line."""
+
+    config: TrainConfig
+    card: ModelCard
+    assumed: dict[str, int]
+    held: set[str]
+
+
+def job_to_plan(
+    model: str, config: Path | None, sets: list[str], gpus: int, batch: int | None, length: int | None
+) -> Asked:
+    """The job of a file, or of the preset `pretrain`, on so many GPUs, with a batch and a sequence."""
+    from maniple.config.check import resolve_card
+    from maniple.config.load import PRESETS, load
+
+    say_other_model(model, config)
+    every = [f"model.card={json.dumps(model, ensure_ascii=False)}"]
+    every += [] if config is not None else ["train.steps=100000"]
+    every += sets
+    every += [] if batch is None else [f"train.global_batch_size={batch}"]
+    every += [] if length is None else [f"data.sequence_length={length}"]
+    loaded = load(config or PRESETS / "pretrain.yaml", every)
+    job, assumed = loaded.config, {}
+    card = resolve_card(job)
+    held = {key for key, origin in loaded.origin.items() if origin.kind == "cli"}
+    # the preset's sequence is no one's wish
+    given = {key for key, origin in loaded.origin.items() if origin.kind != "default"} if config else held
+    data, train = job.data, job.train
+    if "data.sequence_length" not in given:
+        assumed["data.sequence_length"] = min(SEQUENCE, card.max_position)
+        data = data.model_copy(update={"sequence_length": assumed["data.sequence_length"]})
+    if "train.global_batch_size" not in given:
+        assumed["train.global_batch_size"] = _SAMPLES * gpus
+        train = train.model_copy(update={"global_batch_size": assumed["train.global_batch_size"]})
+    return Asked(job.model_copy(update={"data": data, "train": train}), card, assumed, held)
