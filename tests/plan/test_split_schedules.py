@@ -114,6 +114,7 @@ def test_the_command_says_that_it_is_simulated_only(capsys, tmp_path):
     [
         (["--schedule", "zbv"], "schedule zbv has 2 model chunks a rank, not 1"),
         (["--schedule", "dualpipe"], "no pipeline schedule is named 'dualpipe': choose one of 1f1b"),
+        (["--schedule", ""], "no pipeline schedule is named ''"),
         (["--schedule", "zb-h1", "--trace"], "--schedule zb-h1 is simulated only, and --trace is of the engine's"),
         (["--schedule", "zb-h1", "--report", "plan.html"], "and --report is of the engine's"),
     ],

@@ -193,7 +193,8 @@ def simulated_step(job: Job, schedule: str | None = None, micro_batches: int | N
 
 def _schedule(job: Job, name: str | None, micro_batches: int) -> schedules.Schedule:
     place = job.place
-    name = name or ("1f1b" if place.chunks == 1 else "interleaved")
+    if name is None:
+        name = "1f1b" if place.chunks == 1 else "interleaved"
     return schedules.build(name, place.pipeline, micro_batches, place.chunks, overlap=job.config.moe.overlap_exchange)
 
 
