@@ -10,7 +10,7 @@ from tests.poison import poisoned_memory, relative_error  # noqa: F401 (a fixtur
 
 from maniple.errors import UserError
 from maniple.kernels import registry
-from maniple.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu, reference
+from maniple.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu, launch, reference
 from maniple.kernels.grouped_gemm import triton as portable
 from maniple.kernels.permute import sort_by_expert
 from maniple.kernels.swiglu import reference as swiglu_reference
@@ -184,6 +184,24 @@ def test_the_last_expert_beyond_2_to_31_elements(kernels):
     dw = fn.wgrad(x_SK, grad_SN, ends_G)
     assert relative_error(dw[-1], grad_SN[128:].float().t() @ x_SK[128:].float()) < BOUND * 1.5
     assert not dw[:62].any()
+
+
+@pytest.mark.parametrize("programs", [None, 300], ids=["all at once", "more than fit at once"])
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+def test_programs_that_keep_pace(kernels, monkeypatch, layout, programs):
+    """Bit for bit as without a pace; programs that wait for others which cannot run yet give up and finish."""
+    if kernels != "hopper":
+        pytest.skip("only Hopper's kernels keep pace")
+    fn = registry.use("grouped_gemm", "bf16", "cuda", kernels)
+    x_SK, w_G, ends_G, *_ = case([900, 0, 1, 2500, 130, 4000], 1536, 2880, layout=layout)
+    monkeypatch.setattr(launch, "PACED_WEIGHT", 2**40)
+    alone = fn.forward(x_SK, w_G, ends_G, layout=layout)
+    monkeypatch.setattr(launch, "PACED_WEIGHT", 0)
+    if programs:
+        monkeypatch.setattr(portable, "programs", lambda like: programs)
+    for _ in range(3):
+        paced = fn.forward(x_SK, w_G, ends_G, layout=layout)
+        assert torch.equal(paced[: ends_G[-1]], alone[: ends_G[-1]])
 
 
 def test_rows_beyond_2_to_31_elements(kernels):

@@ -39,18 +39,23 @@ def hopper_constants(tile: launch.Tile) -> dict[str, tuple]:
     return {name: ("=", value) for name, value in hopper.constants(tile).items()}
 
 
-@pytest.mark.parametrize("tile", launch.HOPPER_TILES, ids=lambda tile: f"{tile.columns}-{tile.stages}")
+@pytest.mark.parametrize(
+    "tile",
+    [*launch.HOPPER_TILES, *(launch.hopper_tile(4096, depth, "nk") for depth in (4096, 7168))],
+    ids=lambda tile: f"{tile.columns}-{tile.stages}-{tile.pace}",
+)
 @pytest.mark.parametrize(("nk", "bias"), [(True, False), (False, False), (True, True)], ids=["nk", "kn", "bias"])
 def test_hopper_rows(nk, bias, tile):
     block = (1, tile.columns, tile.depth) if nk else (1, tile.depth, tile.columns)
     arguments = {"N": "i32", "K": "i32", "out_row": "i32", "out_ptr": "*bf16", "ends_ptr": "*i32"}
     arguments |= {"bias_ptr": "*bf16" if bias else ("=", None), "scale_ptr": "*fp32" if bias else ("=", None)}
+    arguments["pace_ptr"] = "*i32" if tile.pace else ("=", None)
     arguments |= {
         "x_desc": Descriptor("bf16", (tile.rows // 2, tile.depth)),
         "w_desc": Descriptor("bf16", block),
         "out_desc": Descriptor("bf16", (tile.rows // 2, tile.columns // tile.parts)),
     }
-    flags = {"GROUPS": 32, "NK": nk, "BIAS": bias, "SCALE": bias, "PARTS": tile.parts}
+    flags = {"GROUPS": 32, "NK": nk, "BIAS": bias, "SCALE": bias, "PARTS": tile.parts, "PACE": tile.pace}
     arguments |= hopper_constants(tile) | {name: ("=", value) for name, value in flags.items()}
     check("sm_90a", compile_for("sm_90a", hopper.rows_kernel, arguments, num_warps=tile.warps))
 

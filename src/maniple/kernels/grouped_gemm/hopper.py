@@ -6,6 +6,9 @@ already fetches the next tile: that overlap is what plain Triton leaves on the t
 the groups on their own, each reading `ends` on the device. A stage goes round by two barriers: `full` counts the bytes
 that have come, `empty` the warpgroups that are done with it.
 
+Where a group's weights are much of the L2 cache, loaders keep pace with each other (`Tile.pace`): left alone, programs
+drift apart until what one has read is gone before its neighbour asks for it.
+
 A group's last tile of rows is stored through a mask. In a weight gradient the last rows of a group are followed in
 shared memory by those of the next group (or by the undefined tail): the warpgroups overwrite them with zeros before
 they multiply. What is added to a gradient in fp32 is added in the L2 cache (`hopper_fp32.py`).
@@ -51,6 +54,7 @@ def forward(
     tile = launch.hopper_tile(n, k, layout)
     block = [1, tile.columns, tile.depth] if layout == "nk" else [1, tile.depth, tile.columns]
     rows_kernel[(portable.programs(x_SK),)](
+        torch.zeros(1, dtype=torch.int32, device=x_SK.device) if tile.pace else None,
         descriptor(x_SK, [tile.rows // 2, tile.depth]),
         descriptor(w_G, block),
         descriptor(out_SN, [tile.rows // 2, tile.columns // tile.parts]),
@@ -66,6 +70,7 @@ def forward(
         BIAS=bias_GN is not None,
         SCALE=bias_scale_S is not None,
         PARTS=tile.parts,
+        PACE=tile.pace,
         **constants(tile),
     )
     if zero_tail:

@@ -28,7 +28,27 @@ def _place(number, row_tiles, column_tiles, BAND: gl.constexpr):
 
 
 @gluon.jit
+def _keep_pace(pace_ptr, done, patience):
+    """Counts part number `done` of this program as loaded, and waits until every program has loaded the one before.
+
+    Returns the patience that is left: none after a wait in vain, as where not all programs run at the same time.
+    """
+    gl.atomic_add(pace_ptr, 1, sem="relaxed")
+    wanted = (done - 1) * gl.num_programs(0)
+    tries = 0
+    while (tries < patience) and (gl.load(pace_ptr, volatile=True) < wanted):
+        tries += 1
+    return gl.where(tries < patience, patience, 0)
+
+
+@gluon.jit
+def _leave_pace(pace_ptr):
+    gl.atomic_add(pace_ptr, 1 << 23, sem="relaxed")  # nobody waits for a program that has loaded all it will
+
+
+@gluon.jit
 def _load_rows(
+    pace_ptr,
     x_desc,
     w_desc,
     ends_ptr,
@@ -45,6 +65,7 @@ def _load_rows(
     DEPTH: gl.constexpr,
     STAGES: gl.constexpr,
     BAND: gl.constexpr,
+    PACE: gl.constexpr,
 ):
     HALF_BYTES: gl.constexpr = ROWS // 2 * DEPTH * 2
     BYTES: gl.constexpr = 2 * HALF_BYTES + COLUMNS * DEPTH * 2
@@ -53,6 +74,7 @@ def _load_rows(
     first = 0
     start = 0
     turn = 0
+    patience = 128
     for g in range(GROUPS):
         end = gl.load(ends_ptr + g)
         row_tiles = gl.cdiv(end - start, ROWS)
@@ -63,6 +85,9 @@ def _load_rows(
             n0 = j * COLUMNS
             both = row0 + ROWS // 2 < end
             for k0 in range(0, K, DEPTH):
+                if PACE > 0:  # noqa: SIM102 (without a pace the rest must not be compiled)
+                    if turn % PACE == 0:
+                        patience = _keep_pace(pace_ptr, turn // PACE + 1, patience)
                 stage = turn % STAGES
                 mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
                 loaded = full.index(stage)
@@ -80,6 +105,8 @@ def _load_rows(
             tile += gl.num_programs(0)
         first = last
         start = end
+    if PACE > 0:
+        _leave_pace(pace_ptr)
 
 
 @gluon.jit
@@ -184,6 +211,7 @@ def _store(out_desc, values, staged, row0, n0):
 
 @gluon.jit
 def rows_kernel(
+    pace_ptr,
     x_desc,
     w_desc,
     out_desc,
@@ -204,11 +232,15 @@ def rows_kernel(
     STAGES: gl.constexpr,
     PARTS: gl.constexpr,
     BAND: gl.constexpr,
+    PACE: gl.constexpr,
     LOADER: gl.constexpr,
     CONSUMER: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """`out[s] = x[s] @ w[g] + scale[s] * bias[g]`; x `[S, K]`, w `[G, N, K]` or `[G, K, N]`, out `[S, N]`, all bf16."""
+    """`out[s] = x[s] @ w[g] + scale[s] * bias[g]`; x `[S, K]`, w `[G, N, K]` or `[G, K, N]`, out `[S, N]`, all bf16.
+
+    PACE: steps after which the loaders wait for each other, counted at `pace_ptr` (int32, zero before); 0: never.
+    """
     # (Gluon's compiler takes neither starred lists nor tuples that are put together)
     a_smem = gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES, ROWS // 2, DEPTH], x_desc.layout)
     b_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)  # noqa: RUF005
@@ -232,8 +264,8 @@ def rows_kernel(
                 GROUPS, NK, BIAS, SCALE, ROWS, COLUMNS, DEPTH, STAGES, PARTS, BAND,
             )),
             (_load_rows, (
-                x_desc, w_desc, ends_ptr, a_smem, b_smem, full, empty, N, K,
-                GROUPS, NK, ROWS, COLUMNS, DEPTH, STAGES, BAND,
+                pace_ptr, x_desc, w_desc, ends_ptr, a_smem, b_smem, full, empty, N, K,
+                GROUPS, NK, ROWS, COLUMNS, DEPTH, STAGES, BAND, PACE,
             )),
         ],
         [4, 1],

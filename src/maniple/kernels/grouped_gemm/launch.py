@@ -20,7 +20,8 @@ class Tile:
     rows x columns of the result; depth: of the contraction, a step; stages: steps that are loaded ahead; band: rows of
     tiles that programs walk down before they turn to the next columns, so that they share what the L2 cache holds;
     buffers: parts of the result that a warpgroup of Hopper's kernels has room to write while it goes on; parts: in how
-    many it writes the rows of a bf16 result, so that what is saved holds another stage.
+    many it writes the rows of a bf16 result, so that what is saved holds another stage; pace: steps after which
+    Hopper's loaders wait for each other, 0 for never.
     """
 
     rows: int
@@ -31,17 +32,22 @@ class Tile:
     band: int
     buffers: int = 1
     parts: int = 1
+    pace: int = 0
 
 
 # Hopper's kernels in bf16: two warpgroups, 64 rows each.
 HOPPER_TILES = (Tile(128, 128, 64, 5, 4, 16), Tile(128, 256, 64, 3, 4, 4), Tile(128, 256, 64, 4, 4, 16, parts=2))
 
 
+PACED_WEIGHT = 2**23  # elements of a group's weight, a third of the L2 cache in bf16, from which loaders keep pace
+
+
 def hopper_tile(columns: int, depth: int, layout: str) -> Tile:
     """Tile of `[S, N]`, of N columns from K = depth, for Hopper's bf16 kernel. Measured on one H200."""
     if columns <= 128:
         return HOPPER_TILES[0]
-    return HOPPER_TILES[2 if layout == "nk" and depth > 4096 else 1]
+    tile = HOPPER_TILES[2 if layout == "nk" and depth > 4096 else 1]
+    return replace(tile, pace=16) if columns * depth >= PACED_WEIGHT else tile
 
 
 def rows_tile(target: str, itemsize: int, columns: int) -> Tile:
@@ -64,7 +70,8 @@ def wgrad_tile(target: str, itemsize: int, columns: int, *, fp32: bool = False) 
     """Tile of a group's `[A, B]`; its depth counts rows. fp32: the result is, and is staged in other parts."""
     tile = rows_tile(target, itemsize, columns)
     if target == "hopper" and itemsize == 2:
-        return replace(tile, stages=min(tile.stages, 4), band=4, buffers=2 if fp32 else 1)
+        # where there are few columns to turn to, programs walk further down first
+        return replace(tile, stages=min(tile.stages, 4), band=8 if columns <= 1024 else 4, buffers=2 if fp32 else 1)
     return tile
 
 
