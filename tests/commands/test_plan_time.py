@@ -39,7 +39,8 @@ def test_the_time_as_json_adds_up(capsys):
 
 
 def test_an_uneven_router_takes_longer(capsys):
-    even, uneven = _planned(capsys, "--imbalance", "balanced"), _planned(capsys, "--imbalance", "1.5")
+    sets = "--set", "train.micro_batch_size=4"
+    even, uneven = (_planned(capsys, *sets, "--imbalance", load) for load in ("balanced", "1.5"))
     assert (even["load_factor"], uneven["load_factor"]) == (1.0, 1.5)
     assert uneven["seconds"] > 1.1 * even["seconds"]
 

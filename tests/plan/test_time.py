@@ -257,14 +257,17 @@ def test_a_long_step_is_what_its_simulation_would_be(micro_batches, cut):
 
 
 def test_more_work_takes_longer():
-    base = _estimate().seconds
-    assert _estimate(recompute={"granularity": "full"}).seconds > 1.15 * base
-    assert base < _estimate(recompute={"granularity": "selective", "modules": ["core_attn"]}).seconds < 1.15 * base
-    assert _estimate(options={"imbalance": Imbalance("factor", 1.5)}).seconds > 1.1 * base
-    assert _estimate(options={"graphs": "full"}).seconds < base
-    assert _estimate(precision={"recipe": "fp8"}).seconds < base
-    assert _estimate(gpu=load_gpu("b200")).seconds < base
-    assert _estimate(DEEPSEEK.with_overrides({"num_layers": 48, "num_mtp_layers": 0})).seconds > 3 * base
+    def seconds(*card, **changes):
+        return _estimate(*card, train={"micro_batch_size": 4}, **changes).seconds
+
+    base = seconds()
+    assert seconds(recompute={"granularity": "full"}) > 1.15 * base
+    assert base < seconds(recompute={"granularity": "selective", "modules": ["core_attn"]}) < 1.15 * base
+    assert seconds(options={"imbalance": Imbalance("factor", 1.5)}) > 1.1 * base
+    assert seconds(options={"graphs": "full"}) < base
+    assert seconds(precision={"recipe": "fp8"}) < base
+    assert seconds(gpu=load_gpu("b200")) < base
+    assert seconds(DEEPSEEK.with_overrides({"num_layers": 48, "num_mtp_layers": 0})) > 3 * base
 
 
 def test_recomputed_layers_are_those_that_the_config_names():
