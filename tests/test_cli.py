@@ -186,8 +186,8 @@ def test_version_and_no_arguments(capsys):
         (["train", DEMO, "--foo"], "No such option: --foo"),
         (["train", DEMO, "--nproc", "x"], "Invalid value for '--nproc'"),
         (["train", DEMO, "--nproc", "0", "train.device=cpu"], "--nproc 0"),
-        (["train", DEMO, "--nproc", "3", "train.device=cpu"], "world size 3 is not a multiple of 2"),
-        (["train", DEMO, "train.device=cpu"], "world size 1 is not a multiple of 2"),
+        (["train", DEMO, "--nproc", "3", "train.device=cpu"], "3 processes, one a GPU, are not a multiple of 2"),
+        (["train", DEMO, "train.device=cpu"], "1 processes, one a GPU, are not a multiple of 2"),
         (["train", DEMO, "train.stepz=3"], "command line: unknown key 'train.stepz'; did you mean 'train.steps'?"),
         (["train", DEMO, "--set", "train.steps=x"], "train.steps: expected a whole number, got 'x'"),
         (["train", DEMO, "--name", "a/b"], "name: expected letters, digits"),
@@ -204,7 +204,7 @@ def test_version_and_no_arguments(capsys):
             f"{DEMO} is no folder",
         ),
         (["train", DEMO, "--dry-run", "--world-size", "2", "--rank", "2"], "--rank 2: expected 0 to 1"),
-        (["train", DEMO, "--dry-run", "--world-size", "3"], "world size 3 is not a multiple of 2"),
+        (["train", DEMO, "--dry-run", "--world-size", "3"], "3 processes, one a GPU, are not a multiple of 2"),
         (["train", DEMO, "--rank", "0"], "belong to --dry-run"),
         (["train", DEMO, "--all-ranks"], "belong to --dry-run"),
         (["train", DEMO, "--dry-run", "--all-ranks"], "--dry-run needs --world-size"),
@@ -266,7 +266,7 @@ def test_a_rank_of_torchrun_trains_in_this_process(engine, monkeypatch, capsys):
     assert card.moe.num_experts == 8
     assert "--nproc starts torchrun" in mistake(capsys, "train", DEMO, "--nproc", "2")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert "world size 3" in mistake(capsys, "train", DEMO)
+    assert "3 processes" in mistake(capsys, "train", DEMO)
     for name, value, says in [
         ("RANK", "abc", "RANK is 'abc', not a number"),
         ("LOCAL_RANK", "", "LOCAL_RANK is '', not a number"),

@@ -321,6 +321,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command line and returns its exit code; a user's mistake becomes one line on standard error."""
     if sys.stdout is None:  # closed by who started this
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for as long as the process lives)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a letter that the terminal lacks is no reason to stop
+            stream.reconfigure(errors="replace")
     try:
         code = app(arguments, prog_name="maniple", standalone_mode=False)
         sys.stdout.flush()

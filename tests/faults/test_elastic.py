@@ -88,7 +88,7 @@ def test_a_job_that_does_not_fit_fewer_nodes_is_refused(tmp_path):
     with Job(tmp_path, "unfit", *words).started() as life:
         assert life.end() == 2
     (line,) = life.said().splitlines()
-    assert line.startswith("maniple: error: --nnodes 1:4: with 1 node world size 1 is not a multiple of 2")
+    assert line.startswith("maniple: error: --nnodes 1:4: with 1 node 1 processes, one a GPU, are not a multiple of 2")
     assert line.endswith("; the job fits 2, 4")
 
 

@@ -104,7 +104,8 @@ def test_cells_that_are_not_legal_say_why(report):
     refused = [cell for cell in report.data["cells"] if "why" in cell]
     assert refused
     assert all(
-        cell["why"].startswith(("world size 16 is not a multiple of ", "train.", "1 micro-")) for cell in refused
+        cell["why"].startswith(("16 processes, one a GPU, are not a multiple of ", "train.", "1 micro-"))
+        for cell in refused
     )
     assert 30 < len(report.data["cells"]) - len(refused) <= what_if.MOST_PLANS
 
@@ -161,7 +162,7 @@ def test_another_pipeline_is_cut_anew_where_the_jobs_cut_does_not_divide(model, 
 
 def test_a_job_that_cannot_run_is_refused():
     config, card, gpu = the_job(*SMALL)
-    with pytest.raises(UserError, match="world size 6"):
+    with pytest.raises(UserError, match="6 processes"):
         what_if.grid(config, card, gpu, 6, "balanced")
 
 

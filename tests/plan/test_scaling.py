@@ -158,7 +158,7 @@ def test_no_line_is_without_a_reason():
 
 def test_a_job_that_is_wrong_at_the_first_size_is_refused(job):
     config, card, gpu = job
-    with pytest.raises(UserError, match="world size 6"):
+    with pytest.raises(UserError, match="6 processes"):
         scaling.scale(config, card, gpu, [6, 12], "weak")
 
 

@@ -406,7 +406,7 @@ def test_what_does_not_fit_is_said_and_not_written(capsys, tmp_path):
         ),
         (
             ["qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200", "--set", "parallel.expert_parallel_size=256"],
-            "world size 8 is not a multiple of 256 = expert_parallel_size 256",
+            "8 processes, one a GPU, are not a multiple of 256 = expert_parallel_size 256",
         ),
         (
             ["qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200", "--set", "parallel.tensor_parallel_size=3"],

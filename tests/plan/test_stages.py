@@ -62,5 +62,5 @@ def test_dense_and_expert_groups_are_each_their_own():
 
 
 def test_what_cannot_run_is_refused():
-    with pytest.raises(UserError, match="world size 12 is not a multiple of 8"):
+    with pytest.raises(UserError, match="12 processes, one a GPU, are not a multiple of 8"):
         placed(12, "model.card=qwen3-30b-a3b", "parallel.expert_parallel_size=8")

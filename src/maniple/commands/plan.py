@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +11,17 @@ from typing import Annotated, Any
 import typer
 
 from maniple.commands import AsJson, Command, Group, check_target, given, print_table
-from maniple.commands.planned import SEQUENCE, Load, Measured, Pods, gpu_named, job_to_plan, say_other_model
+from maniple.commands.planned import (
+    SEQUENCE,
+    Load,
+    Measured,
+    Model,
+    Pods,
+    gpu_named,
+    job_to_plan,
+    model_asked_for,
+    say_long,
+)
 from maniple.errors import UserError
 
 
@@ -30,9 +41,9 @@ app = typer.Typer(
 
 @app.command(cls=Command)
 def job(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="name of a model card, or its file")],
     gpus: Annotated[int, typer.Option(help="GPUs of the whole job")],
     gpu: Annotated[str, typer.Option(metavar="NAME", help="GPU card: h200, mi355x, ...")],
+    model: Model = None,
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="job file (YAML); none: the defaults")] = None,
     set_: Annotated[
         list[str] | None,
@@ -84,15 +95,19 @@ def job(
             check_target(option, file)
     if report_ is not None and pipeline_trace is not None and report_.absolute() == pipeline_trace.absolute():
         raise UserError(f"--report and --pipeline-trace are both {report_}: give one another name")
-    say_other_model(model, config)
+    model = model_asked_for(model, config)
     loaded = load(config, [*(set_ or []), f"model.card={json.dumps(model, ensure_ascii=False)}"])
     config_, assumed = _with_batch(loaded, gpus)
     card = resolve_card(config_)
+    say_long(config_, card)
     plan = report.memory_plan(config_, card, card_of_gpu, gpus, uneven, schedule)
     time = estimate(config_, card, card_of_gpu, gpus, imbalance=uneven, schedule=schedule)
+    help_ = (
+        None if simulated else advice(plan, uneven, schedule, _for_search(config, calibration, fabric, set_, config_))
+    )
     best = None
     if config is None and gpus > 1 and not simulated and not any(_is_layout(text) for text in set_ or []):
-        best = _best(model, set_ or [], config_, card_of_gpu, gpus, uneven)
+        best = _best(model, set_ or [], config_, card_of_gpu, gpus, uneven, calibration)
     ranks: list[int | None] = [*(trace_rank or [])] or ([None] if trace else [])
     traced = [_traced(plan, rank) for rank in ranks]
     if pipeline_trace is not None:
@@ -111,7 +126,7 @@ def job(
         html_report.write(asked, report_)
     if as_json:
         said = report.as_json(plan) | {"time": time_report.as_json(time), "assumed": assumed}
-        said |= {"advice": advice(plan, uneven, schedule), "best_layout": best}
+        said |= {"advice": help_, "best_layout": best}
         said |= {"simulated_only": True} if simulated else {}
         print(json.dumps(said | ({"trace": traced[0], "traces": traced} if traced else {}), indent=2))
         return
@@ -142,31 +157,48 @@ def job(
     print(time_report.headline(time))
     if simulated:
         print(f"schedule {schedule}: simulated only; the engine runs 1f1b and interleaved")
-    for line in (report.host_line(plan), plan.verdict, plan.band, advice(plan, uneven, schedule), best):
+    for line in (report.host_line(plan), plan.verdict, plan.band, help_, best):
         if line is not None:
             print(line)
+
+
+_BATCH = ("train.global_batch_size", "data.sequence_length")
 
 
 def _is_layout(text: str) -> bool:
     return text.strip().startswith(("parallel", "recompute"))
 
 
-def _best(model: str, sets: list[str], config, gpu, gpus: int, imbalance) -> str:
+def _best(model: str, sets: list[str], config, gpu, gpus: int, imbalance, calibration: Path | None) -> str:
     """A line for a job of which no layout was given: what `maniple plan search` finds for the same tokens."""
     from maniple.hardware.units import binary_size, three_digits
     from maniple.plan import search_report
     from maniple.plan.search_context import search_contexts
 
     batch, length = config.train.global_batch_size, config.data.sequence_length
-    asked = job_to_plan(model, None, sets, gpus, batch, length)
+    rest = [text for text in sets if text.partition("=")[0].strip() not in _BATCH]
+    asked = job_to_plan(model, None, rest, gpus, batch, length)
     best = search_contexts(asked.config, asked.card, gpu, gpus, held=asked.held, imbalance=imbalance)[0].best
-    how = f"`maniple plan search` with --global-batch-size {batch}"
+    command = ["maniple", "plan", "search", model, "--gpus", str(gpus), "--gpu", gpu.name]
+    command += _for_search(None, calibration, gpu.fabric, sets, config)
     if best is None:
-        return f"no layout was given, and none fits: {how} says what is missing"
+        return f"no layout was given, and none fits: `{shlex.join(command)}` says what is missing"
     return (
         f"no layout was given; the best is {search_report.said(best)}: {three_digits(best.time.seconds)} s for as many "
-        f"tokens, {binary_size(best.memory.total)}: {how} says why, and writes it"
+        f"tokens, {binary_size(best.memory.total)}: `{shlex.join([*command, '--write', 'job.yaml'])}` says why, and "
+        "writes it"
     )
+
+
+def _for_search(
+    config: Path | None, calibration: Path | None, fabric: object, sets: list[str] | None, job
+) -> list[str]:
+    """Options of `maniple plan search` for the same tokens: without those of the layout."""
+    some = [text for text in sets or [] if text.partition("=")[0].strip() not in _BATCH and not _is_layout(text)]
+    words = given(("--config", config), ("--calibration", calibration), ("--fabric", fabric))
+    words += ["--global-batch-size", str(job.train.global_batch_size)]
+    words += ["--sequence-length", str(job.data.sequence_length)] if job.data.sequence_length != SEQUENCE else []
+    return words + given(*(("--set", text) for text in some))
 
 
 def _with_batch(loaded, gpus: int) -> tuple[Any, dict[str, Any]]:

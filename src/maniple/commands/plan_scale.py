@@ -9,15 +9,15 @@ from typing import Annotated
 import typer
 
 from maniple.commands import AsJson, print_table
-from maniple.commands.planned import Load, Measured, Pods, gpu_named, job_to_plan
+from maniple.commands.planned import Load, Measured, Model, Pods, gpu_named, job_to_plan, model_asked_for, say_long
 from maniple.errors import UserError
 
 
 def scale(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="name of a model card, or its file")],
     gpu: Annotated[str, typer.Option(metavar="NAME", help="GPU card: h200, mi355x, ...")],
     first: Annotated[int, typer.Option("--from", help="GPUs that the layout and the batch are for")],
     last: Annotated[int, typer.Option("--to", help="GPUs at most; sizes between double")],
+    model: Model = None,
     config: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="job file (YAML), whose layout is taken; none: the best at --from"),
@@ -37,7 +37,9 @@ def scale(
 
     uneven, card_of_gpu = Imbalance.parse(imbalance), gpu_named(gpu, calibration=calibration, fabric=fabric)
     gpus = scaling.sizes(first, last)
+    model = model_asked_for(model, config)
     asked = job_to_plan(model, config, set_ or [], first, global_batch_size, sequence_length)
+    say_long(asked.config, asked.card)
     job, how = asked.config, f"the layout of {config}"
     if config is None:
         best = search_contexts(job, asked.card, card_of_gpu, first, held=asked.held, imbalance=uneven)[0].best

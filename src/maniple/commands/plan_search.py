@@ -10,14 +10,14 @@ from typing import Annotated
 import typer
 
 from maniple.commands import AsJson, check_target, given, print_table
-from maniple.commands.planned import Load, Measured, Pods, gpu_named, job_to_plan
+from maniple.commands.planned import Load, Measured, Model, Pods, gpu_named, job_to_plan, model_asked_for, say_long
 from maniple.errors import UserError
 
 
 def search(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="name of a model card, or its file")],
     gpus: Annotated[int, typer.Option(help="GPUs of the whole job")],
     gpu: Annotated[str, typer.Option(metavar="NAME", help="GPU card: h200, mi355x, ...")],
+    model: Model = None,
     config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="job file (YAML); none: the preset `pretrain`")
     ] = None,
@@ -58,7 +58,9 @@ def search(
         raise UserError(f"--gpus-from {gpus_from}: it is from 1 to --gpus {gpus}")
     if write is not None:
         check_target("--write", write)
+    model = model_asked_for(model, config)
     asked = job_to_plan(model, config, set_ or [], gpus, global_batch_size, sequence_length)
+    say_long(asked.config, asked.card)
     job, card, assumed = asked.config, asked.card, asked.assumed
     found, contexts = search_contexts(job, card, card_of_gpu, gpus, held=asked.held, imbalance=uneven)
     others = fewer(found, asked.held, gpus_from)

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 SEQUENCE = 4096  # tokens, where no length is asked for
 _SAMPLES = 8  # sequences a step and GPU, likewise
 
+Model = Annotated[
+    str | None,
+    typer.Argument(metavar="MODEL", help="name of a model card, or its file; left out: the one that --config names"),
+]
 Load = Annotated[
     str,
     typer.Option(
@@ -45,7 +49,7 @@ def gpu_named(name: str, count: int = 1, calibration: Path | None = None, fabric
     from maniple.hardware.card import Fabric
 
     meant = [known for known in list_gpus() if known.startswith(f"{name.lower()}-")]
-    card = load_gpu(meant[0] if len(meant) == 1 and name not in list_gpus() else name)
+    card = load_gpu(meant[0] if len(meant) == 1 and name.lower() not in list_gpus() else name)
     if count < 1:
         raise UserError(f"--gpus {count}: a job has at least one GPU")
     if fabric is not None:
@@ -56,16 +60,45 @@ def gpu_named(name: str, count: int = 1, calibration: Path | None = None, fabric
     return card if calibration is None else with_calibration(card, calibration)
 
 
-def say_other_model(model: str, config: Path | None) -> None:
-    """Says on standard error that MODEL takes the place of the one that the job file names."""
-    if config is None:
-        return
+def model_asked_for(model: str | None, config: Path | None) -> str:
+    """MODEL, or the one that the job file names; says on standard error where they differ. UserError if neither is
+    given, or if MODEL is a job file."""
     from maniple.config.load import load
 
-    loaded = load(config, [])
-    named = loaded.config.model.card
-    if named not in (None, model) and loaded.origin["model.card"].kind != "default":
-        print(f"maniple: {model} is planned in place of {config}'s own {named}", file=sys.stderr)
+    loaded = None if config is None else load(config, [])
+    named = None
+    if loaded is not None and loaded.origin["model.card"].kind != "default":
+        named = loaded.config.model.card
+    if model is None:
+        if named is None:
+            raise UserError("which MODEL? name a model card (`maniple models` lists them), or a job file with --config")
+        return named
+    if _is_job(model):
+        raise UserError(f"{model} is a job file, and MODEL a model card: give it with --config {model}")
+    if loaded is not None and named not in (None, model):
+        changes = ", ".join(loaded.config.model.overrides)
+        theirs = f", with its model.overrides ({changes})" if changes else ""
+        print(f"maniple: {model} is planned in place of {config}'s own {named}{theirs}", file=sys.stderr)
+    return model
+
+
+def _is_job(model: str) -> bool:
+    if not model.endswith((".yaml", ".yml")) or not Path(model).is_file():
+        return False
+    from maniple import yamlfile
+
+    content = yamlfile.read(Path(model), "model card").data
+    return isinstance(content, dict) and bool({"extends", "model", "train", "parallel"} & set(content))
+
+
+def say_long(config: TrainConfig, card: ModelCard) -> None:
+    """Says on standard error that sequences are longer than the model was made for."""
+    length, most = config.data.sequence_length, card.max_position
+    if length > most:
+        print(
+            f"maniple: {length:,} tokens a sequence, and {card.name} has {most:,} positions: planned as if it had more",
+            file=sys.stderr,
+        )
 
 
 @dataclass(frozen=True)
@@ -85,7 +118,8 @@ def job_to_plan(
     from maniple.config.check import resolve_card
     from maniple.config.load import PRESETS, load
 
-    say_other_model(model, config)
+    _only_once(sets, ("--global-batch-size", batch, "train.global_batch_size"))
+    _only_once(sets, ("--sequence-length", length, "data.sequence_length"))
     every = [f"model.card={json.dumps(model, ensure_ascii=False)}"]
     every += [] if config is not None else ["train.steps=100000"]
     every += sets
@@ -104,4 +138,11 @@ def job_to_plan(
     if "train.global_batch_size" not in given:
         assumed["train.global_batch_size"] = _SAMPLES * gpus
         train = train.model_copy(update={"global_batch_size": assumed["train.global_batch_size"]})
-    return Asked(job.model_copy(update={"data": data, "train": train}), card, assumed, held)
+    job = job.model_copy(update={"data": data, "train": train})
+    return Asked(job, card, assumed, held)
+
+
+def _only_once(sets: list[str], given: tuple[str, int | None, str]) -> None:
+    option, value, key = given
+    if value is not None and any(text.partition("=")[0].strip() == key for text in sets):
+        raise UserError(f"{option} {value} and --set {key}=... say the same twice: leave one out")

@@ -142,8 +142,8 @@ def _check_product(world_size: int, sizes: dict[str, int]) -> None:
     if world_size % product:
         factors = " x ".join(f"{name} {size}" for name, size in sizes.items())
         raise UserError(
-            f"world size {world_size} is not a multiple of {product} = {factors} (all under parallel.): "
-            "change the number of processes or these sizes"
+            f"{world_size} processes, one a GPU, are not a multiple of {product} = {factors} (all under parallel.): "
+            "change their number or these sizes"
         )
 
 

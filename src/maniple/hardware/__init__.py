@@ -43,14 +43,14 @@ def list_gpus() -> list[str]:
 
 
 def load_gpu(name: str) -> GPU:
-    """The card of that name, e.g. `h200-sxm`. Raises UserError, with the nearest name there is, if there is none."""
-    gpus = _gpus()
-    if name not in gpus:
-        asked = name.lower()
+    """The card of that name, e.g. `h200-sxm`, in any case. Raises UserError, with the nearest names there are, if there
+    is none."""
+    gpus, asked = _gpus(), name.lower()
+    if asked not in gpus:
         near = [known for known in gpus if known.startswith(asked)] or get_close_matches(asked, gpus, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(gpus)}"
-        raise UserError(f"no GPU card is named {name!r}: {hint}")
-    return gpus[name]
+        hint = f"did you mean {' or '.join(map(repr, near))}? There are" if asked and near else "choose one of"
+        raise UserError(f"no GPU card is named {name!r}: {hint} {', '.join(gpus)}")
+    return gpus[asked]
 
 
 def lookup(device_name: str) -> GPU | None:

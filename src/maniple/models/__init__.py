@@ -33,13 +33,22 @@ def load_card(name: str) -> ModelCard:
     there is if no card has that name, or what is wrong with the file.
     """
     if "/" in name or name.endswith((".yaml", ".yml")):
-        return _read(Path(name))
+        file = Path(name)
+        if file.suffix not in (".yaml", ".yml") and not file.exists():  # a name on a hub
+            near = _near(file.name)
+            hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(list_cards())}"
+            raise UserError(f"no model card is named {name!r}, and there is no such file: {hint}")
+        return _read(file)
     names = list_cards()
     if name not in names:
-        near = get_close_matches(name.lower().replace("_", "-"), names, n=1, cutoff=0.5)
+        near = _near(name)
         hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(names)}"
         raise UserError(f"no model card is named {name!r}: {hint}")
     return _shipped(name)
+
+
+def _near(name: str) -> list[str]:
+    return get_close_matches(name.lower().replace("_", "-"), list_cards(), n=1, cutoff=0.5)
 
 
 @cache

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+from collections.abc import Sequence
 from typing import Any
 
 from maniple.config.schema import RecomputeConfig
@@ -10,34 +13,59 @@ from maniple.hardware.units import binary_size
 from maniple.plan.imbalance import Imbalance
 from maniple.plan.report import MemoryPlan, memory_plan
 
-_CHANGES: dict[str, dict[str, dict[str, Any]]] = {
-    "recompute.granularity=full": {"recompute": RecomputeConfig(granularity="full").model_dump()},
-    "optimizer.offload_fraction=1": {"optimizer": {"offload_fraction": 1.0}},
-}
+_WORTH = 1e-3  # share of a GPU's memory that a change has to free to be named
+_CHANGES: list[dict[str, dict[str, Any]]] = [
+    {"recompute": RecomputeConfig(granularity="full").model_dump()},
+    {"optimizer": {"offload_fraction": 1.0}},
+    {"train": {"loss": "fused"}},
+]
 
 
-def advice(plan: MemoryPlan, imbalance: Imbalance | None = None, schedule: str | None = None) -> str | None:
-    """One line: bytes that each of two keys would free on the tightest rank, whether both are enough, and who looks for
-    another layout. None for a job that fits."""
+def advice(
+    plan: MemoryPlan, imbalance: Imbalance | None = None, schedule: str | None = None, words: Sequence[str] = ()
+) -> str | None:
+    """One line: bytes that each of three changes would free on the tightest rank, whether all are enough, and who looks
+    for another layout. None for a job that fits.
+
+    words: options of the job's command beside model and GPUs, which the search takes too.
+    """
     if plan.fits:
         return None
     said: list[str] = []
     alone = False
     changes: dict[str, dict[str, Any]] = {}
-    for key, change in _CHANGES.items():
+    for change in _CHANGES:
+        key = _as_words(plan, change)
         changed = _changed(plan, change, imbalance, schedule)
-        if changed is not None and (freed := plan.tightest.total - changed.tightest.total) > 0:
+        if not key or changed is None:
+            continue
+        if (freed := plan.tightest.total - changed.tightest.total) > _WORTH * plan.gpu.memory_bytes:
             enough = ", which is enough" if changed.fits else ""
             said.append(f"{key} would free {binary_size(freed)}{enough}")
             changes |= change
             alone = alone or changed.fits
-    both = _changed(plan, changes, imbalance, schedule) if len(said) == 2 and not alone else None
-    if both is not None:
-        said.append("both together " + ("would fit" if both.fits else "would not fit either"))
+    every = _changed(plan, changes, imbalance, schedule) if len(said) > 1 and not alone else None
+    if every is not None:
+        number = "both" if len(said) == 2 else "all"
+        said.append(f"{number} together " + ("would fit" if every.fits else "would not fit either"))
     gpus, model = plan.placement.world_size, plan.config.model.card or plan.card.name
-    where = f" --fabric {plan.gpu.fabric}" if plan.gpu.fabric else ""
-    said.append(f"`maniple plan search {model} --gpus {gpus} --gpu {plan.gpu.name}{where}` looks for another layout")
+    command = shlex.join(["maniple", "plan", "search", model, "--gpus", str(gpus), "--gpu", plan.gpu.name, *words])
+    said.append(f"`{command}` looks for another layout")
     return "what may help: " + "; ".join(said)
+
+
+def _as_words(plan: MemoryPlan, change: dict[str, dict[str, Any]]) -> str:
+    """What of a change the job does not have yet, as for --set."""
+    return " ".join(
+        f"{section}.{key}={json.dumps(value).strip(chr(34)) if value != 1.0 else 1}"
+        for section, keys in change.items()
+        for key, value in keys.items()
+        if value != _plain(getattr(getattr(plan.config, section), key))
+    )
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _changed(plan: MemoryPlan, change: dict, imbalance: Imbalance | None, schedule: str | None) -> MemoryPlan | None:

@@ -119,7 +119,7 @@ def bend(points: Sequence[Point]) -> str:
             f"{_grown(first, bent)}"
         )
     elif stops:
-        said.append(f"{kind} scaling ends behind {last.gpus:,} GPUs: {stops}")
+        said.append(f"{kind} scaling stops after {last.gpus:,} GPUs: {stops}")
     elif last is first:
         said.append(f"{kind} scaling: {first.gpus:,} GPUs are the only size")
     else:
@@ -128,7 +128,7 @@ def bend(points: Sequence[Point]) -> str:
             f"{_grown(first, last)}"
         )
     if bent is not None and stops:
-        said.append(f"it ends behind {last.gpus:,} GPUs: {stops}")
+        said.append(f"it stops after {last.gpus:,} GPUs: {stops}")
     if not all(point.fits for point in running):
         fitting = next((point for point in running if point.fits), None)
         said.append("it fits none of them" if fitting is None else f"it fits from {fitting.gpus:,} GPUs on")

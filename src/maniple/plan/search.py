@@ -133,7 +133,7 @@ def search(
     best, second = _fastest(costing, opened, whole, pruned, two=runner_up)
     second = second if runner_up else None  # what came by the way
     if refine and best is not None:
-        refined = [_refined(costing, one) for one in (best, second) if one is not None]
+        refined = [_refined(costing, one, whole) for one in (best, second) if one is not None]
         best, second, *_ = *sorted(refined, key=lambda one: one.time.seconds), None
     programs = None
     if program:
@@ -145,6 +145,7 @@ def search(
     pareto = [] if best is None else [best]
     for share in sorted(ceilings, reverse=True) if best is not None else ():
         top, _ = _fastest(costing, opened, round(share * whole))
+        top = _refined(costing, top, round(share * whole)) if refine and top is not None else top
         if top is not None and top.memory.total < pareto[-1].memory.total:
             pareto.append(top)
     nearest = None
@@ -243,9 +244,9 @@ def _fastest(
     return best, second
 
 
-def _refined(costing: _Costing, one: Costed) -> Costed:
-    """With as few layers computed again as fit, if that is worth the memory."""
-    layout = fewest(one.layout, one.where, costing.card, costing.gpu.usable_bytes, costing.ranks)
+def _refined(costing: _Costing, one: Costed, ceiling: int) -> Costed:
+    """With as few layers computed again as fit below `ceiling` bytes, if that is worth the memory."""
+    layout = fewest(one.layout, one.where, costing.card, ceiling, costing.ranks)
     if layout is None:
         return one
     fewer = costing.full(layout)

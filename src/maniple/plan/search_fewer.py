@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from maniple.errors import UserError
 from maniple.hardware.units import binary_size
+from maniple.plan import states
 from maniple.plan.search import Costed, Found, search
 
 # shares of a GPU's memory below which the best layout is looked for, beside the best of all
@@ -83,9 +84,14 @@ def _halves(found: Found, least: int | None) -> Iterator[int | Fewer]:
 def _missing(found: Found) -> str:
     if found.nearest is None:
         return ""
+    nearest = found.nearest
+    hosted = sum(nearest.memory.states[kind] for kind in states.hosted(nearest.config))
+    offload = ""
+    if nearest.config.optimizer.offload_fraction < 1 and nearest.memory.total - hosted <= found.ceiling:
+        offload = " (with --set optimizer.offload_fraction=1 it would fit: search with that)"
     return (
-        f"nothing fits without integer programs: the smallest needs {binary_size(found.nearest.memory.total)} of "
-        f"{binary_size(found.ceiling)}; fewer are not tried"
+        f"nothing fits without integer programs: the smallest needs {binary_size(nearest.memory.total)} of "
+        f"{binary_size(found.ceiling)}{offload}; fewer are not tried"
     )
 
 

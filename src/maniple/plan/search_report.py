@@ -14,10 +14,11 @@ from maniple.errors import UserError
 from maniple.hardware.units import binary_size, three_digits
 from maniple.models.counting import count
 from maniple.plan import search_fewer, states
-from maniple.plan.report import band, kinds_of
+from maniple.plan.report import band, kinds_of, memory_plan
 from maniple.plan.search import Costed, Found
 from maniple.plan.search_fewer import Fewer
 from maniple.plan.search_groups import ILLEGAL
+from maniple.plan.time import estimate
 from maniple.plan.whole_file import write_new
 
 HEADINGS = [
@@ -27,6 +28,7 @@ HEADINGS = [
 WORDS = ("recompute", "*", "stages")  # columns that are no numbers
 _PARTS = 4  # of a difference, the largest that are named
 _NOTHING = 1e-4  # share of the whole
+_WORTH = 0.02  # share of a GPU's memory from which a way to free it is named
 
 
 def settings(costed: Costed) -> dict[str, Any]:
@@ -62,6 +64,8 @@ def as_json(found: Found, others: Sequence[Fewer] = ()) -> dict[str, Any]:
         "gpu": found.gpu.name,
         "gpu_memory": found.gpu.memory_bytes,
         "ceiling": found.ceiling,
+        "error_band": None if found.best is None else band(found.best.memory.total),
+        "load_factor": None if found.best is None else found.best.time.load_factor,
         "fits": found.best is not None,
         "looked_at": found.looked_at,
         "costed": found.costed,
@@ -172,9 +176,9 @@ def explanation(found: Found) -> list[str]:
     if most > found.gpu.memory_bytes:
         lines.append(
             f"by the error band it needs {binary_size(least)} to {binary_size(most)}, which may be more than there is: "
-            "rows further down are safer"
+            "rows further down are safer, and --memory-share 0.97 searches, and writes, one that is"
         )
-    lines += best.time.assumptions
+    lines += [*_with_fused_loss(found, best), *best.time.assumptions]
     if second is None:
         return [*lines, "no layout of another shape fits"]
     lines.append(f"second: {said(second)}: {_speed(second)}, {second.tgs / best.tgs - 1:+.1%}")
@@ -262,11 +266,11 @@ def _of_programs(found: Found) -> list[str]:
     if best.layout not in programs.models:
         return [f"stages and layers by integer program: {counts}, none is faster"]
     seconds, size = programs.models[best.layout]
-    full = f"{three_digits(best.time.pipeline_seconds)} s, {binary_size(best.memory.total)}"
+    full = f"{three_digits(best.time.pipeline_seconds)} s and {binary_size(best.memory.total)}"
     without = "nothing fits" if before is None else f"{three_digits(before.time.seconds)} s a step ({said(before)})"
     return [
-        f"stages and layers by integer program: {counts}; pipeline and fullest rank of the best by its linear model "
-        f"{three_digits(seconds)} s, {binary_size(round(size))}, by the full plan {full}",
+        f"stages and layers by integer program: {counts}; the best's pipeline alone (no optimizer) and fullest rank: "
+        f"{three_digits(seconds)} s and {binary_size(round(size))} by its linear model, {full} by the full plan",
         f"without programs: {without}",
     ]
 
@@ -310,11 +314,15 @@ def _too_large(found: Found) -> list[str]:
     programs = found.programs
     if programs is not None:
         tried = programs.tried
-        lines.append(
-            f"nor does another cut of layers: {tried.too_large:,} of {tried.shapes:,} shapes are too large by states "
-            f"alone, and {tried.infeasible:,} of {tried.relaxed:,} others by their relaxed integer program"
-            + _missing(programs.missing, missing)
-        )
+        others = tried.shapes - tried.too_large
+        said_of = [f"all {tried.shapes:,} shapes of stages are too large by states alone"]
+        if others:
+            tries = f"{tried.infeasible:,} of the {tried.relaxed:,} that were tried are too large too"
+            said_of = [
+                f"of {tried.shapes:,} shapes of stages {tried.too_large:,} are too large by states alone, and {tries}"
+            ]
+        lines.append("nor does another cut of layers: " + said_of[0] + _missing(programs.missing, missing))
+    lines += _with_fused_loss(found, nearest)
     config = nearest.config
     each = sum(states.states(config).values()) - sum(states.hosted(config).values())
     one = each * count(found.card).total_with_mtp
@@ -333,6 +341,28 @@ def _too_large(found: Found) -> list[str]:
             f"{binary_size(node)} of a node, {then}"
         )
     return lines
+
+
+def _with_fused_loss(found: Found, one: Costed) -> list[str]:
+    """What the layout would need and take if the logits were never whole, where that is a hundredth less."""
+    if one.config.train.loss != "logits":
+        return []
+    train = one.config.train.model_copy(update={"loss": "fused"})
+    config = one.config.model_copy(update={"train": train})
+    job, uneven = (config, found.card, found.gpu, one.where.world_size), found.bounds.imbalance
+    try:
+        total = memory_plan(*job, uneven).tightest.total
+        seconds = estimate(*job, imbalance=uneven).seconds
+    except UserError:  # this layout cannot
+        return []
+    freed = one.memory.total - total
+    if freed < _WORTH * found.ceiling:
+        return []
+    if found.best is None:
+        enough = "which is enough: search with it" if total <= found.ceiling else "less than is missing"
+        return [f"--set train.loss=fused would free {binary_size(freed)} of these, {enough}"]
+    takes = f"{three_digits(seconds)} s a step and {binary_size(total)}"
+    return [f"with --set train.loss=fused this layout takes {takes}: search with it, others may then fit"]
 
 
 def _missing(least: float | None, missing: int) -> str:
