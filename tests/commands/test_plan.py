@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 import pytest
 
 from maniple import cli
+from maniple.commands import print_table
 
 QWEN = ["plan", "qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200", "--set", "parallel.expert_parallel_size=8"]
 
@@ -90,7 +92,7 @@ def test_a_job_that_does_not_fit_says_where(capsys):
     plan = planned(capsys, "plan", "deepseek-v3", "--gpus", "8", "--gpu", "h200")
     assert not plan["fits"]
     assert plan["verdict"].startswith("does not fit: pipeline rank 0 of 1 needs ")
-    assert "both together would not fit either" in plan["advice"]
+    assert "all together would not fit either" in plan["advice"]
 
 
 def test_a_job_that_does_not_fit_says_what_would_help(capsys):
@@ -102,7 +104,8 @@ def test_a_job_that_does_not_fit_says_what_would_help(capsys):
     freed = usual["ranks"][0]["total"] - helped["ranks"][0]["total"]
     assert said == usual["advice"]
     assert f"optimizer.offload_fraction=1 would free {freed / 2**30:.2f} GiB, which is enough; " in said
-    assert said.endswith("`maniple plan search qwen3-30b-a3b --gpus 4 --gpu h200-sxm` looks for another layout")
+    search = "maniple plan search qwen3-30b-a3b --gpus 4 --gpu h200-sxm --global-batch-size 16"
+    assert said.endswith(f"`{search}` looks for another layout")
     assert helped["advice"] is None
     host = helped["ranks"][0]["host"]
     assert host == {kind: usual["ranks"][0]["states"][kind] for kind in ("main parameters", "moments")}
@@ -147,6 +150,18 @@ def test_emulated_mxfp8_keeps_no_copies(capsys):
             "--trace-rank 8: the job's ranks are 0 to 7",
         ),
         (["qwen3-30b-a3b", "--gpus", "8", "--gpu", "h20"], "no GPU card is named 'h20': did you mean"),
+        (
+            ["qwen3-30b-a3b", "--gpus", "8", "--gpu", "mi3"],
+            "did you mean 'mi300x' or 'mi325x' or 'mi355x'? There are h100",
+        ),
+        (["Qwen/Qwen3-30B-A3B", "--gpus", "8", "--gpu", "h200"], "no such file: did you mean 'qwen3-30b-a3b'?"),
+        (["configs/demo.yaml", "--gpus", "8", "--gpu", "h200"], "is a job file, and MODEL a model card: give it with"),
+        (["--gpus", "8", "--gpu", "h200"], "which MODEL?"),
+        (["sarch", "qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200"], "no command 'sarch': did you mean 'search'?"),
+        (
+            "search qwen3-30b-a3b --gpus 8 --gpu h200 --global-batch-size 64 --set train.global_batch_size=32".split(),
+            "--global-batch-size 64 and --set train.global_batch_size=... say the same twice",
+        ),
         (["qwen3-30b-a3b", "--gpus", "8", "--gpu", ""], "no GPU card is named ''"),
         (["qwen3-30b-a3b", "--gpus", "0", "--gpu", "h200"], "--gpus 0: a job has at least one GPU"),
         (["qwen3-30b-a3b", "--gpus", "-8", "--gpu", "h200"], "--gpus -8"),
@@ -197,3 +212,58 @@ def test_planning_loads_no_torch_and_is_quick(model):
     started = time.monotonic()
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
     assert time.monotonic() - started < 20
+
+
+def test_the_job_file_s_model_is_planned_where_none_is_named(capsys):
+    words = ["--gpus", "2", "--gpu", "H200-SXM", "--config", "configs/h200_qwen3_1b.yaml"]
+    assert planned(capsys, "plan", *words) == planned(capsys, "plan", "qwen3-30b-a3b", *words)
+
+
+def test_a_sequence_beyond_the_model_s_positions_is_said(capsys):
+    words = ["plan", "qwen3-30b-a3b", "--gpus", "1", "--gpu", "h200", "--set", "data.sequence_length=65536"]
+    assert cli.main(words) == 0
+    assert "65,536 tokens a sequence, and qwen3-30b-a3b has 40,960 positions" in capsys.readouterr().err
+
+
+def test_no_change_is_named_that_the_job_has_already(capsys):
+    """A job that computes some layers again is told to do so with all; one that does, and has the rest, nothing."""
+    words = ["plan", "qwen3-30b-a3b", "--gpus", "1", "--gpu", "h200", "--set", "recompute.granularity=full"]
+    some = planned(capsys, *words, "--set", "recompute.layers=[0, 1]")["advice"]
+    assert "recompute.layers=[] would free" in some
+    assert "granularity" not in some
+    rest = ["--set", "optimizer.offload_fraction=1", "--set", "train.loss=fused"]
+    every = planned(capsys, *words, *rest)["advice"]
+    assert every is None or every.startswith("what may help: `maniple plan search ")
+
+
+def test_an_uneven_router_that_cannot_be_so_uneven_is_said(capsys):
+    words = ["plan", "qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200", "--imbalance", "20"]
+    assert cli.main([*words, "--set", "parallel.expert_parallel_size=8"]) == 0
+    assert "imbalance 20: planned at 8, since with EP 8 no rank can have more than all" in capsys.readouterr().out
+    assert cli.main([*words, "--set", "parallel.expert_parallel_size=1"]) == 0
+    assert "every rank has all experts" in capsys.readouterr().out
+
+
+def test_a_terminal_without_our_letters_gets_others():
+    """`·` between chunks, `×` in the search: no stack trace where the terminal is ASCII."""
+    words = ["-m", "maniple", "plan", "qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200"]
+    words += ["--set", "parallel.pipeline_parallel_size=2", "--set", "parallel.virtual_pipeline_size=2"]
+    done = subprocess.run(
+        [sys.executable, *words], env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "E 0-11 ? 24-35" in done.stdout
+
+
+@pytest.mark.parametrize(("width", "left_out"), [(200, []), (90, ["MFU", "note"]), (40, ["MFU", "note", "GiB"])])
+def test_a_narrow_terminal_shows_fewer_columns_and_whole_numbers(width, left_out, capsys, monkeypatch):
+    import rich.console
+
+    made = rich.console.Console
+    monkeypatch.setattr(rich.console, "Console", lambda **options: made(**(options | {"width": width})))
+    headings, line = ["job", "seconds", "GiB", "MFU", "note"], ["x" * 24, "12.3", "123,456.7", "45.6%", "y" * 50]
+    print_table(headings, [line], numbers=range(1, 4), spare=["MFU", "note", "GiB"])
+    out = capsys.readouterr().out
+    for heading, text in zip(headings, line, strict=True):
+        assert (text in out) == (heading not in left_out)
+    assert ("a wider terminal also shows: " + ", ".join(left_out) in out) == bool(left_out)

@@ -139,7 +139,11 @@ def test_what_works_is_accepted(world_size, overrides):
         (2, (tp(2), "data.sequence_length=63"), "data.sequence_length 63 is not a multiple"),
         (2, (cp(2), "data.sequence_length=66"), "data.sequence_length 66 is not a multiple of 2 x parallel.context_"),
         (8, (cp(2), tp(4), "data.sequence_length=68"), "68 is not a multiple of parallel.context_parallel_size x "),
-        (6, (cp(2), tp(2)), "6 is not a multiple of 4 = tensor_parallel_size 2 x pipeline_parallel_size 1 x context_"),
+        (
+            6,
+            (cp(2), tp(2)),
+            "6 processes, one a GPU, are not a multiple of 4 = tensor_parallel_size 2 x pipeline_parallel_size 1 x",
+        ),
         (4, (cp(2), ep(8)), "4 processes, one a GPU, are not a multiple of 8"),
         (2, ("moe.dispatcher=local", ep(2)), "moe.dispatcher local exchanges nothing"),
         (2, ("moe.buffer_factor=2",), "moe.buffer_factor bounds what ranks send each other"),

@@ -60,12 +60,12 @@ def test_where_it_bends(job):
     assert scaling.bend(strong).startswith(f"strong scaling bends at {bends.gpus:,} GPUs: ")
     assert strong[-1].seconds is None
     assert "train.global_batch_size 128 is not a multiple of 1024" in strong[-1].why
-    assert scaling.bend([strong[0], strong[-1]]).startswith("strong scaling ends behind 32 GPUs: ")
+    assert scaling.bend([strong[0], strong[-1]]).startswith("strong scaling stops after 32 GPUs: ")
     assert scaling.rows(strong)[-1][3:] == ["-"] * 7
     said = scaling.bend(strong)
     assert "; the pipeline's bubble grew most: " in said
     assert f"ranks idle up to {bends.bubble:.0%}, against {strong[0].bubble:.0%}" in said
-    assert said.endswith(f"; it ends behind 256 GPUs: {strong[-1].why}")
+    assert said.endswith(f"; it stops after 256 GPUs: {strong[-1].why}")
 
 
 FLAT = ["parallel.expert_parallel_size=8", "train.global_batch_size=64", "data.sequence_length=512"]
@@ -148,7 +148,7 @@ def test_no_line_is_without_a_reason():
         "millisecond"
     )
     assert scaling.bend([FIRST]) == "weak scaling: 8 GPUs are the only size"
-    assert scaling.bend([FIRST, same, point(32, None)]) == "weak scaling ends behind 16 GPUs: the batch ends"
+    assert scaling.bend([FIRST, same, point(32, None)]) == "weak scaling stops after 16 GPUs: the batch ends"
     large = point(8, {"routed_experts": 1.0}, fits=False)
     assert scaling.bend([large, same]).endswith("; it fits from 16 GPUs on")
     assert scaling.bend([large]).endswith("; it fits none of them")

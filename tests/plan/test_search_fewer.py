@@ -172,7 +172,18 @@ def test_what_is_not_legal_there_is_said_and_fewer_still_tried():
     assert {row.where.context for row in others[0].found.pareto} == {2}
     assert others[1].found is None
     (line,) = (line for line in search_report.of_fewer(found, others) if line.startswith("4 GPUs: "))
-    assert "is not a multiple of 8 = expert_parallel_size 8" in line
+    assert "are not a multiple of 8 = expert_parallel_size 8" in line
+
+
+def test_states_in_host_memory_are_named_where_that_would_fit(small):
+    found, others = small
+    (line,) = (line for line in search_report.of_fewer(found, others) if line.startswith("1 GPUs: nothing fits"))
+    with_it = _found(
+        *("mixtral-8x7b", "{num_layers: 3}", _gpu("h200-sxm", 60), 1),
+        *("train.global_batch_size=16", "optimizer.offload_fraction=1"),
+    )
+    assert ("optimizer.offload_fraction=1 it would fit" in line) == (with_it.best is not None)
+    assert with_it.best is not None  # else the sizes are not those that this test is for
 
 
 def test_it_ends_after_so_much_work_whatever_the_clock_says(small, monkeypatch):

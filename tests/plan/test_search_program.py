@@ -14,6 +14,7 @@ from maniple.config.check import check
 from maniple.config.load import load
 from maniple.hardware import load_gpu
 from maniple.hardware.efficiency import load_software
+from maniple.hardware.units import three_digits
 from maniple.plan import search_report, search_stages
 from maniple.plan.imbalance import Imbalance
 from maniple.plan.search import _bounds, _Costing, search
@@ -224,7 +225,7 @@ def test_what_cannot_fit_is_said():
     assert found.best is None
     assert found.programs.tried.fits == ()
     (said,) = (line for line in search_report.explanation(found) if line.startswith("nor does another cut of layers: "))
-    assert f" of {found.programs.tried.shapes:,} shapes are too large by states alone" in said
+    assert f"all {found.programs.tried.shapes:,} shapes of stages are too large by states alone" in said
 
 
 def test_a_program_finds_a_layout_where_no_balanced_one_fits(tmp_path):
@@ -270,7 +271,7 @@ def test_it_beats_the_heuristic_and_says_so(capfd):
     assert lines[1].startswith("stages 2×")
     assert "; recompute layers 0-" in lines[1]
     assert "by its linear model" in lines[2]
-    assert lines[3].startswith(f"without programs: {before.time.seconds:.3g} s a step (TP ")
+    assert lines[3].startswith(f"without programs: {three_digits(before.time.seconds)} s a step (TP ")
     assert capfd.readouterr() == ("", "")  # the solver prints nothing
     again = search(config, card, gpu, 8, held=held)
     assert again.best.layout == best.layout

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -34,16 +35,44 @@ class Group(_Flags, TyperGroup):
     """Commands under a name."""
 
 
-def print_table(headings: list[str], lines: list[list[str]], numbers: Iterable[int] = ()) -> None:
+def print_table(
+    headings: list[str], lines: list[list[str]], numbers: Iterable[int] = (), spare: Iterable[str] = ()
+) -> None:
+    """numbers: columns that are never cut nor broken; spare: headings of those that a narrow terminal does without, the
+    first before the next. A line beneath names them."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False)
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if index in numbers else "left")
+    console = Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False)
+    shown, numbers, left_out = list(range(len(headings))), set(numbers), []
+    widths = [max(map(len, column)) for column in zip(headings, *lines, strict=True)]
+    for heading in spare:
+        if sum(widths[index] for index in shown) + 2 * (len(shown) - 1) <= console.width:
+            break
+        shown.remove(headings.index(heading))
+        left_out.append(heading)
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    for index in shown:
+        number = index in numbers
+        table.add_column(headings[index], justify="right" if number else "left", no_wrap=number)
     for line in lines:
-        table.add_row(*line)
-    Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False).print(table)
+        table.add_row(*(line[index] for index in shown))
+    console.print(table)
+    if left_out:
+        print(f"(a wider terminal also shows: {', '.join(left_out)})")
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[Callable[[str], None]]:
+    """Says on a terminal's standard error, while it takes, what is waited for; the function says what of it."""
+    from rich.console import Console
+
+    console = Console(stderr=True, markup=False, highlight=False)
+    if not console.is_terminal:
+        yield lambda part: None
+        return
+    with console.status(what) as status:
+        yield lambda part: status.update(f"{what}: {part}")
 
 
 def given(*options: tuple[str, object]) -> list[str]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from maniple.commands import AsJson, Command, Group, check_target, given, print_table
+from maniple.commands import AsJson, Command, Group, check_target, given, print_table, waiting
 from maniple.commands.planned import (
     SEQUENCE,
     Load,
@@ -30,12 +31,18 @@ class _Plans(Group):
 
     def parse_args(self, ctx, args):
         first = args[0] if args else "--help"
+        two_words = len(args) > 1 and not args[1].startswith("-")  # the first is then meant as a command
+        if two_words and first not in self.commands and (near := get_close_matches(first, self.commands, n=1)):
+            raise UserError(f"maniple plan has no command {first!r}: did you mean {near[0]!r}?")
         return super().parse_args(ctx, args or [first] if first in (*self.commands, "--help") else ["job", *args])
 
 
 app = typer.Typer(
     cls=_Plans,
-    help="What a job will need: `maniple plan MODEL --gpus N --gpu NAME` says whether it fits, and where it is tight.",
+    help=(
+        "What a job will need: `maniple plan MODEL --gpus N --gpu NAME` says whether it fits, and where it is tight; "
+        "its options: `maniple plan job --help`."
+    ),
 )
 
 
@@ -107,7 +114,8 @@ def job(
     )
     best = None
     if config is None and gpus > 1 and not simulated and not any(_is_layout(text) for text in set_ or []):
-        best = _best(model, set_ or [], config_, card_of_gpu, gpus, uneven, calibration)
+        with waiting("looking for the best layout"):
+            best = _best(model, set_ or [], config_, card_of_gpu, gpus, uneven, calibration)
     ranks: list[int | None] = [*(trace_rank or [])] or ([None] if trace else [])
     traced = [_traced(plan, rank) for rank in ranks]
     if pipeline_trace is not None:
@@ -122,7 +130,8 @@ def job(
         words += given(("--config", config), ("--calibration", calibration), ("--fabric", fabric))
         words += given(*(("--set", text) for text in set_ or []))
         words += given(*(("--set", f"{key}={value}") for key, value in assumed.items()))
-        asked = html_report.Asked(config_, card, card_of_gpu, gpus, imbalance, words, assumed)
+        more = tuple(line for line in (help_, best) if line is not None)
+        asked = html_report.Asked(config_, card, card_of_gpu, gpus, imbalance, words, assumed, more)
         html_report.write(asked, report_)
     if as_json:
         said = report.as_json(plan) | {"time": time_report.as_json(time), "assumed": assumed}
@@ -131,26 +140,24 @@ def job(
         print(json.dumps(said | ({"trace": traced[0], "traces": traced} if traced else {}), indent=2))
         return
     where = plan.placement
-    print(
-        f"{card.name} on {gpus:,} x {card_of_gpu.name}: TP {where.tensor}, PP {where.pipeline}"
-        f"{f' x {where.chunks}' if where.chunks > 1 else ''}, CP {where.context}, DP {where.data}, EP {where.expert}, "
-        f"ETP {where.expert_tensor}; {where.micro_batches} micro-batches of {config_.train.micro_batch_size} x "
-        f"{config_.data.sequence_length:,} tokens"
-    )
+    print(f"{card.name} on {gpus:,} x {card_of_gpu.name}: {report.layout_of(where, config_)}")
     if assumed:
         print("assumed: " + ", ".join(f"{key}={value}" for key, value in assumed.items()))
     headings, unit = report.rank_headings(plan), report.unit_of(plan)
-    print_table(headings, report.rank_rows(plan), numbers=range(2, len(headings)))
+    print_table(headings, report.rank_rows(plan), range(2, len(headings)), report.SPARE)
     print()
     print_table([f"rank {plan.tightest.rank}", "", unit], report.component_rows(plan), numbers=[2])
     print()
     for one in traced:
+        off = round(one["difference"], 3) or 0.0  # not -0.0
         print(
-            f"trace of rank {one['rank']}, evenly loaded: {binary_size(one['peak'])} of tensors in {one['phase']}, by "
-            f"formula {binary_size(one['formula'])} ({one['difference']:+.1%}); there then, beside the states: "
+            f"trace of rank {one['rank']} of the job, which is in pipeline rank {one['pipeline_rank']}, evenly loaded: "
+            f"{binary_size(one['peak'])} of tensors in {one['phase']}, by formula {binary_size(one['formula'])} "
+            f"({off:+.1%}); there then, beside the states: "
             + ", ".join(f"{module} {binary_size(size)}" for module, size in list(one["at_peak"].items())[:_PARTS])
         )
-    print_table(time_report.HEADINGS, time_report.rows(time), numbers=[1, 2])
+        print()
+    print_table(time_report.headings(time), time_report.rows(time), numbers=[1, 2])
     for note in time_report.notes(time):
         print(note)
     print()
@@ -252,6 +259,7 @@ def _traced(plan, rank: int | None) -> dict[str, Any]:
     expected = formula[place_in_pipeline].peak
     return {
         "rank": rank,
+        "pipeline_rank": place_in_pipeline,
         "peak": result.peak_bytes,
         "formula": expected,
         "difference": expected / result.peak_bytes - 1,

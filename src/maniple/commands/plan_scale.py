@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from maniple.commands import AsJson, print_table
+from maniple.commands import AsJson, print_table, waiting
 from maniple.commands.planned import Load, Measured, Model, Pods, gpu_named, job_to_plan, model_asked_for, say_long
 from maniple.errors import UserError
 
@@ -31,24 +31,28 @@ def scale(
     as_json: AsJson = False,
 ) -> None:
     """Say how fast one layout is on more and more GPUs, with a batch that grows and with one that stays."""
-    from maniple.plan import scaling, search_report
+    from maniple.plan import report, scaling, search_report
     from maniple.plan.imbalance import Imbalance
     from maniple.plan.search_context import search_contexts
+    from maniple.plan.stages import place
+    from maniple.plan.time import estimate
 
     uneven, card_of_gpu = Imbalance.parse(imbalance), gpu_named(gpu, calibration=calibration, fabric=fabric)
     gpus = scaling.sizes(first, last)
     model = model_asked_for(model, config)
     asked = job_to_plan(model, config, set_ or [], first, global_batch_size, sequence_length)
     say_long(asked.config, asked.card)
-    job, how = asked.config, f"the layout of {config}"
+    job, how = asked.config, ""
     if config is None:
-        best = search_contexts(job, asked.card, card_of_gpu, first, held=asked.held, imbalance=uneven)[0].best
+        with waiting("looking through layouts") as say:
+            every = search_contexts(job, asked.card, card_of_gpu, first, held=asked.held, imbalance=uneven, say=say)
+        best = every[0].best
         if best is None:
             raise UserError(
                 f"--from {first}: no layout of {asked.card.name} fits {first:,} x {card_of_gpu.name}; `maniple plan "
                 "search` says what is missing"
             )
-        job, how = best.config, search_report.said(best)
+        job, how = best.config, ", " + search_report.recomputed(best.config)
     weak = scaling.scale(job, asked.card, card_of_gpu, gpus, "weak", uneven)
     strong = scaling.scale(job, asked.card, card_of_gpu, gpus, "strong", uneven)
     if as_json:
@@ -56,10 +60,13 @@ def scale(
         bends = [scaling.bend(points) for points in (weak, strong)]
         print(json.dumps({"model": asked.card.name, "gpu": card_of_gpu.name, **said, "bends": bends}, indent=2))
         return
-    print(f"{asked.card.name} on {first:,} to {gpus[-1]:,} x {card_of_gpu.name}: {how}")
+    layout = report.layout_of(place(job, asked.card, first), job)
+    print(f"{asked.card.name} on {first:,} to {gpus[-1]:,} x {card_of_gpu.name}: {layout}{how}")
     if asked.assumed:
         print("assumed: " + ", ".join(f"{key}={value}" for key, value in asked.assumed.items()))
     print_table(scaling.HEADINGS, scaling.rows([*weak, *strong]), numbers=range(1, 9))
     print()
+    for note in estimate(job, asked.card, card_of_gpu, first, imbalance=uneven).assumptions:
+        print(note)
     for points in (weak, strong):
         print(scaling.bend(points))

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from maniple.commands import AsJson, check_target, given, print_table
+from maniple.commands import AsJson, check_target, given, print_table, waiting
 from maniple.commands.planned import Load, Measured, Model, Pods, gpu_named, job_to_plan, model_asked_for, say_long
 from maniple.errors import UserError
 
@@ -62,8 +62,9 @@ def search(
     asked = job_to_plan(model, config, set_ or [], gpus, global_batch_size, sequence_length)
     say_long(asked.config, asked.card)
     job, card, assumed = asked.config, asked.card, asked.assumed
-    found, contexts = search_contexts(job, card, card_of_gpu, gpus, held=asked.held, imbalance=uneven)
-    others = fewer(found, asked.held, gpus_from)
+    with waiting("looking through layouts") as say:
+        found, contexts = search_contexts(job, card, card_of_gpu, gpus, held=asked.held, imbalance=uneven, say=say)
+        others = fewer(found, asked.held, gpus_from, say=say)
     if write is not None:
         words = ["maniple", "plan", "search", model, "--gpus", str(gpus), "--gpu", gpu]
         words += given(
@@ -92,7 +93,7 @@ def search(
             print()
             headings = search_report.HEADINGS
             numbers = [at for at, heading in enumerate(headings) if heading not in search_report.WORDS]
-            print_table(headings, search_report.rows(found, others), numbers=numbers)
+            print_table(headings, search_report.rows(found, others), numbers, search_report.SPARE)
             print(*search_report.of_fewer(found, others), "", sep="\n")
         for line in [*search_report.explanation(found), *search_report.of_contexts(contexts)]:
             print(line)

@@ -13,5 +13,5 @@ def binary_size(size: float) -> str:
 
 
 def three_digits(value: float, sign: str = "") -> str:
-    """A number to three digits, `0.0123`, `12.3`; a large one whole, `7,890`. sign: "+" shows it."""
-    return f"{value:{sign},.0f}" if abs(value) >= 999.5 else f"{value:{sign}.3g}"
+    """A number to three digits, `0.0123`, `12.0`; a large one whole, `7,890`. sign: "+" shows it."""
+    return f"{value:{sign},.0f}" if abs(value) >= 99.95 else f"{value:{sign}#.3g}"

@@ -48,7 +48,8 @@ _FAMILIES = {
 
 @dataclass(frozen=True)
 class Asked:
-    """The job that a report is of. words: the command that plans it, with what it assumed and without `--imbalance`."""
+    """The job that a report is of. words: the command that plans it, with what it assumed and without `--imbalance`;
+    advice: lines of what may help it."""
 
     config: TrainConfig
     card: ModelCard
@@ -57,6 +58,7 @@ class Asked:
     imbalance: str
     words: Sequence[str]
     assumed: dict[str, Any]
+    advice: tuple[str, ...] = ()
 
 
 def write(asked: Asked, file: Path) -> None:
@@ -102,6 +104,7 @@ def data_of(asked: Asked, progress: Callable[[int, int], None] = lambda done, to
         "batch": config.train.global_batch_size,
         "sequence": config.data.sequence_length,
         "assumed": {key: str(value) for key, value in asked.assumed.items()},
+        "advice": asked.advice,
         "axes": [
             {"name": axis.name, "values": [value.label for value in axis.values], "own": axis.own} for axis in grid.axes
         ],
@@ -120,7 +123,9 @@ def _cell(asked: Asked, cell: what_if.Cell) -> dict[str, Any]:
     return {
         "command": _command([*asked.words, *what_if.as_words(cell.sets), "--imbalance", cell.imbalance]),
         "fits": plan.fits,
+        "certain": plan.certain,
         "verdict": plan.verdict,
+        "band": plan.band,
         "layout": (
             f"TP {where.tensor} · PP {where.pipeline}{f' × {where.chunks}' if where.chunks > 1 else ''} · "
             f"CP {where.context} · DP {where.data} · EP {where.expert} · ETP {where.expert_tensor}"

@@ -61,9 +61,13 @@ class MemoryPlan:
             f"error band: {binary_size(least)} to {binary_size(most)} at the planned load; "
             f"{binary_size(assumed)} of this are no tensors, and assumed"
         )
-        if least <= self.gpu.memory_bytes < most:
-            line += ": whether it fits is not certain"
-        return line
+        return line if self.certain else f"{line}: whether it fits is not certain"
+
+    @property
+    def certain(self) -> bool:
+        """Whether the error band is on one side of what the GPU has."""
+        least, most = band(self.tightest.total)
+        return not least <= self.gpu.memory_bytes < most
 
     @property
     def host_per_node(self) -> int:
@@ -163,6 +167,16 @@ def rank_rows(plan: MemoryPlan) -> list[list[str]]:
     return rows
 
 
+def layout_of(where: Placement, config: TrainConfig) -> str:
+    """`TP 1, PP 4 x 6, CP 1, DP 2, EP 1, ETP 1; 8 micro-batches of 4 x 4,096 tokens`."""
+    chunks = f" x {where.chunks}" if where.chunks > 1 else ""
+    return (
+        f"TP {where.tensor}, PP {where.pipeline}{chunks}, CP {where.context}, DP {where.data}, EP {where.expert}, "
+        f"ETP {where.expert_tensor}; {where.micro_batches:,} micro-batches of "
+        f"{config.train.micro_batch_size} x {config.data.sequence_length:,} tokens"
+    )
+
+
 def host_line(plan: MemoryPlan) -> str | None:
     """What is in host memory, where anything is."""
     most = max(plan.ranks, key=lambda rank: rank.host_bytes)
@@ -193,7 +207,8 @@ def kinds_of(rank: RankMemory) -> dict[str, int]:
     }
 
 
-_WIDEST = 40
+_WIDEST = 60
+SPARE = ("parameters", "device", "working", "activations")  # columns that a narrow terminal does without
 _UNITS = {"GiB": 2**30, "MiB": 2**20}
 
 

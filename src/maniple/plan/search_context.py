@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from maniple.config.schema import TrainConfig
 from maniple.errors import UserError
@@ -23,15 +23,17 @@ def search_contexts(
     *,
     held: Collection[str] = (),
     imbalance: Imbalance | None = None,
+    say: Callable[[str], None] = lambda part: None,
 ) -> tuple[Found, dict[int, Found]]:
     """The best that `search` finds, and what it finds by size: the job's own, and its doubles until one is slower.
 
     Larger sizes are tried for sequences of `LONG` tokens, or where nothing fits and states alone would; never if `held`
-    has the key. Raises UserError if no layout of the job's own size is legal.
+    has the key. say: told what is looked at. Raises UserError if no layout of the job's own size is legal.
     """
 
     def at(size: int, *, whole: bool = True) -> Found:
         """whole: with all that is done for a winner, which sizes need not have that are only compared."""
+        say(f"CP {size}")
         parallel = config.parallel.model_copy(update={"context_parallel_size": size})
         job = config.model_copy(update={"parallel": parallel})
         ceilings = CEILINGS if whole else ()

@@ -6,7 +6,7 @@ and data-parallel groups are smaller. That ends where they have to compute again
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from maniple.errors import UserError
@@ -30,9 +30,16 @@ class Fewer:
     why: str = ""
 
 
-def fewer(found: Found, held: Collection[str], least: int | None = None) -> list[Fewer]:
+def fewer(
+    found: Found,
+    held: Collection[str],
+    least: int | None = None,
+    *,
+    say: Callable[[str], None] = lambda part: None,
+) -> list[Fewer]:
     """What a plain search says of the job of `found` on a half of its GPUs, a quarter, ... down to `least` (an eighth):
-    without integer programs and overlapped exchange, and CP is that of the best. held: as for `search`.
+    without integer programs and overlapped exchange, and CP is that of the best. held: as for `search`. say: told
+    what is looked at.
 
     It ends where nothing fits, or after `WORK`; numbers that are no whole nodes are left out. None are looked for if
     nothing of `found` fits.
@@ -46,6 +53,7 @@ def fewer(found: Found, held: Collection[str], least: int | None = None) -> list
         if work > WORK:
             out.append(Fewer(number, None, "not looked at after so many layouts of more GPUs: ask for that number"))
             break
+        say(f"{number:,} GPUs")
         try:
             here = search(
                 found.bounds.config,

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from maniple.config.schema import TrainConfig
 from maniple.errors import UserError
 from maniple.hardware.units import binary_size, three_digits
 from maniple.models.counting import count
@@ -26,6 +27,7 @@ HEADINGS = [
     *("seconds", "tokens/s", "TGS", "*", "MFU", "GiB", "of GPU", "stages"),
 ]
 WORDS = ("recompute", "*", "stages")  # columns that are no numbers
+SPARE = ("stages", "ETP", "CP", "MFU", "tokens/s", "of GPU", "DP")  # that a narrow terminal does without
 _PARTS = 4  # of a difference, the largest that are named
 _NOTHING = 1e-4  # share of the whole
 _WORTH = 0.02  # share of a GPU's memory from which a way to free it is named
@@ -126,17 +128,18 @@ def _present(one: Costed) -> dict[str, Any]:
 def rows(found: Found, others: Sequence[Fewer] = ()) -> list[list[str]]:
     """One a layout of the Pareto table, the winner first, fewer GPUs after more; `HEADINGS` names the columns."""
     table = search_fewer.table(found, others)
+    several = len({one.where.world_size for one in table}) > 1
     return [
         [
             f"{one.where.world_size:,}",
             *map(str, (one.layout.tensor, one.layout.pipeline, one.layout.chunks, one.where.context)),
             *map(str, (one.layout.expert, one.layout.expert_tensor, one.where.data)),
             str(one.layout.micro_batch),
-            _recompute(one),
+            _recompute(one.config),
             three_digits(one.time.seconds),
             f"{one.tokens_per_second:,.0f}",
             f"{one.tgs:,.0f}",
-            "*" if search_fewer.has_most_tgs(one, table) else "",
+            "*" if several and search_fewer.has_most_tgs(one, table) else "",
             f"{one.time.mfu:.1%}",
             f"{one.memory.total / 2**30:,.1f}",
             f"{one.memory.total / found.gpu.memory_bytes:.0%}",
@@ -191,7 +194,7 @@ def explanation(found: Found) -> list[str]:
     )
     lines.append(
         f"and needs {binary_size(abs(more))} {'more' if more >= 0 else 'less'} on its fullest rank"
-        + _listed(f"{part} {value / 2**30:+,.2f} GiB" for part, value in sizes)
+        + _listed(f"{part} {'-' if value < 0 else '+'}{binary_size(round(abs(value)))}" for part, value in sizes)
     )
     return lines
 
@@ -227,7 +230,7 @@ def said(one: Costed) -> str:
         *([f"ETP {one.where.expert_tensor}"] if one.where.expert_tensor > 1 else []),
         f"DP {one.where.data}",
         f"micro-batch {layout.micro_batch}",
-        f"recompute {_recompute(one)}",
+        recomputed(one.config),
         *(["exchange overlapped"] if one.config.moe.overlap_exchange else []),
     ]
     return ", ".join(words)
@@ -262,7 +265,7 @@ def _of_programs(found: Found) -> list[str]:
     if programs is None or best is None:
         return []
     tried, before = programs.tried, programs.before
-    counts = f"{tried.relaxed} shapes relaxed, {tried.solved} integer programs solved"
+    counts = f"{_many(tried.relaxed, 'shape')} relaxed, {_many(tried.solved, 'integer program')} solved"
     if best.layout not in programs.models:
         return [f"stages and layers by integer program: {counts}, none is faster"]
     seconds, size = programs.models[best.layout]
@@ -275,13 +278,21 @@ def _of_programs(found: Found) -> list[str]:
     ]
 
 
-def _recompute(one: Costed) -> str:
-    recompute = one.config.recompute
+def recomputed(config: TrainConfig) -> str:
+    return f"recompute {_recompute(config)}"
+
+
+def _recompute(config: TrainConfig) -> str:
+    recompute = config.recompute
     if recompute.granularity == "full":
         if recompute.layers:
-            return f"{len(recompute.layers)} layers"
+            return _many(len(recompute.layers), "layer")
         return "all" if recompute.num_layers is None else f"{recompute.num_layers} a chunk"
     return ", ".join(recompute.modules) or "none"
+
+
+def _many(number: int, what: str) -> str:
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
 
 
 def _speed(one: Costed) -> str:

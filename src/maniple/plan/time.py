@@ -36,8 +36,9 @@ _BUCKET, _BUCKET_A_RANK = 40_000_000, 1_000_000
 class StepTime:
     """An estimated step.
 
-    components: seconds of the rank that computes longest, by what it does, all micro-batches together; `bubble` is its
-    idle time, and all add up to `seconds`. bubbles: each pipeline rank's idle share of the pipeline's time.
+    components: seconds of the rank that computes longest, `busiest`, by what it does, all micro-batches together;
+    `bubble` is its idle time, and all add up to `seconds`. bubbles: each pipeline rank's idle share of the pipeline's
+    time.
     in_flight: the most micro-batches (chunks count one each) whose activations each pipeline rank holds.
     assumptions: what stands in for what is not known of this card.
     """
@@ -51,6 +52,7 @@ class StepTime:
     micro_batches: int
     bubbles: tuple[float, ...]
     in_flight: tuple[float, ...]
+    busiest: int
     components: dict[str, float]
     load_factor: float
     assumptions: tuple[str, ...]
@@ -127,6 +129,7 @@ def estimate(
         micro_batches=place.micro_batches,
         bubbles=tuple(1 - worked / seconds for worked in busy),
         in_flight=tuple(run.peak_in_flight(rank) for rank in range(place.pipeline)),
+        busiest=busiest,
         components={
             part: spent[part]
             for part in sorted(spent, key=spent.__getitem__, reverse=True)
@@ -146,6 +149,14 @@ def _assumptions(job: Job) -> Iterator[str]:
         yield f"calibration {calibration.file}: {calibration.provenance}; links are the card's"
         if calibration.not_measured:
             yield f"calibration: not measured, and as without it: {', '.join(calibration.not_measured)}"
+    asked, ranks = job.imbalance, job.place.expert
+    if asked.kind == "factor" and asked.parameter > ranks:
+        why = (
+            "no rank can have more than all"
+            if ranks > 1
+            else "every rank has all experts, and an uneven router costs it nothing"
+        )
+        yield f"imbalance {asked.parameter:g}: planned at {ranks}, since with EP {ranks} {why}"
     if (fabric := job.machine.gpu.fabric) is not None:
         yield f"fabric: pods of {fabric.pod_gpus:,} GPUs, {fabric.taper:.0%} of their NICs' rate between them"
     for group, other in job.machine.efficiency.borrowed.items():

@@ -15,7 +15,6 @@ from maniple.plan.time import StepTime, make_job, simulated_step
 from maniple.plan.timeline import trace_events
 from maniple.plan.whole_file import write_new
 
-HEADINGS = ["step", "seconds", "share"]
 _MOST_PASSES = 8  # micro-batches of a timeline for each pipeline rank: more of them look alike
 
 
@@ -26,6 +25,10 @@ def headline(time: StepTime) -> str:
         f"a step takes {three_digits(time.seconds)} s: {time.tokens_per_second_per_gpu:,.0f} tokens/s and "
         f"{time.tflops_per_gpu:,.0f} TFLOP/s a GPU, MFU {time.mfu:.1%}; schedule {time.schedule}, ranks idle {idle}"
     )
+
+
+def headings(time: StepTime) -> list[str]:
+    return ["step" if len(time.bubbles) == 1 else f"step, rank {time.busiest}", "seconds", "share"]
 
 
 def rows(time: StepTime) -> list[list[str]]:

@@ -36,7 +36,8 @@ const fitting = runs.filter((cell) => cell.fits);
 // a router's imbalance is nobody's choice: the fastest is looked for at the job's own
 const imbalance = data.axes.findIndex((axis) => axis.name === "Router imbalance");
 const chosen = fitting.filter((cell) => imbalance < 0 || positions(cell)[imbalance] === data.axes[imbalance].own);
-const fastest = chosen.reduce((best, cell) => (best && best.seconds <= cell.seconds ? best : cell), null);
+const sure = chosen.filter((cell) => cell.certain);
+const fastest = (sure.length ? sure : chosen).reduce((best, cell) => (best && best.seconds <= cell.seconds ? best : cell), null);
 $("grid-size").textContent = `Every position is a plan of its own, made by the planner: ${number(data.cells.length)} of them, ` +
   `of which ${number(runs.length)} can run and ${number(fitting.length)} fit.`;
 $("best").disabled = fastest === null;
@@ -68,7 +69,7 @@ function update() {
     row.classList.toggle("moved", at[index] !== axis.own);
     stops.forEach((stop, position) => {
       const there = data.cells[place(at.map((now, other) => (other === index ? position : now)))];
-      stop.textContent = there.why ? "×" : there.fits ? "●" : "○";
+      stop.textContent = there.why ? "×" : !there.certain ? "◐" : there.fits ? "●" : "○";
       stop.className = there.why ? "refused" : position === axis.own ? "own" : "";
     });
   }
@@ -88,11 +89,18 @@ function update() {
 
 function answer(cell) {
   if (cell.why) return `Cannot run: ${cell.why}`;
-  if (cell === own) return cell.fits ? "The job as it was given." : "The job as it was given: it does not fit.";
+  if (cell === own) {
+    const given = "The job as it was given" + (cell.fits ? (cell.certain ? "." : ": whether it fits is not certain.") : ": it does not fit.");
+    return [given, ...data.advice].join(" ");
+  }
   const ratio = own.seconds / cell.seconds;
   const speed = Math.abs(ratio - 1) < 0.005 ? "as fast as the job"
     : ratio > 1 ? `${significant(ratio)} times as fast as the job` : `${percent(1 - ratio)} slower than the job`;
-  return `A step of ${seconds(cell.seconds)}, ${speed}; ${cell.fits ? "fits" : "does not fit"} with ${gib(cell.total, 1)} GiB.`;
+  return `A step of ${seconds(cell.seconds)}, ${speed}; ${fit(cell)} with ${gib(cell.total, 1)} GiB.`;
+}
+
+function fit(cell) {
+  return !cell.certain ? "may or may not fit" : cell.fits ? "fits" : "does not fit";
 }
 
 // --- headline --------------------------------------------------------------------------------------------------------
@@ -100,13 +108,17 @@ function answer(cell) {
 function headline(cell) {
   const verdict = $("verdict");
   const bad = Boolean(cell.why) || !cell.fits;
-  verdict.classList.toggle("no", bad);
-  $("meter").classList.toggle("no", bad);
+  for (const element of [verdict, $("meter")]) {
+    element.classList.toggle("no", bad);
+    element.classList.toggle("maybe", !cell.why && !cell.certain);
+  }
   if (cell.why) {
     verdict.replaceChildren(make("strong", {}, "Cannot run"), ": these sizes do not go together");
+    $("layout").textContent = "The charts below are of the plan before.";
   } else {
     const [word, ...rest] = cell.verdict.split(":");
-    verdict.replaceChildren(make("strong", {}, word[0].toUpperCase() + word.slice(1)), `:${rest.join(":")}`);
+    const said = cell.certain ? word[0].toUpperCase() + word.slice(1) : "May or may not fit";
+    verdict.replaceChildren(make("strong", {}, said), `:${rest.join(":")}`);
     $("layout").textContent = `${cell.layout} — ${number(cell.micro_batches)} micro-batches of ${cell.micro_batch} × ` +
       `${number(data.sequence)} tokens, ${number(data.batch)} sequences a step`;
   }
@@ -167,7 +179,7 @@ function tables() {
   legend($("time-legend"), Object.entries(GROUPS).filter(([family]) => used.has(family)));
   $("time-hint").textContent = "The rank that computes longest; the lines add up to the step." +
     (shown === own ? "" : " Marks: the job as given.");
-  const notes = [...shown.notes, ...Object.entries(data.assumed).map(([key, value]) => `assumed: ${key}=${value}`),
+  const notes = [shown.band, ...shown.notes, ...Object.entries(data.assumed).map(([key, value]) => `assumed: ${key}=${value}`),
     "Plans beside the job keep its GPUs, its sequences a step and all else; another pipeline is cut as the job’s layout is, where that divides, else evenly or by work."];
   $("note-list").replaceChildren(...notes.map((note) => make("li", {}, note)));
 }
