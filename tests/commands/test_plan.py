@@ -159,7 +159,7 @@ def test_emulated_mxfp8_keeps_no_copies(capsys):
         (["--gpus", "8", "--gpu", "h200"], "which MODEL?"),
         (["sarch", "qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200"], "no command 'sarch': did you mean 'search'?"),
         (
-            "search qwen3-30b-a3b --gpus 8 --gpu h200 --global-batch-size 64 --set train.global_batch_size=32".split(),
+            ["search", "qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200", "--global-batch-size", "64", "--set", "train.global_batch_size=32"],
             "--global-batch-size 64 and --set train.global_batch_size=... say the same twice",
         ),
         (["qwen3-30b-a3b", "--gpus", "8", "--gpu", ""], "no GPU card is named ''"),
