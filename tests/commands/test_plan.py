@@ -15,6 +15,7 @@ from maniple import cli
 from maniple.commands import print_table
 
 QWEN = ["plan", "qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200", "--set", "parallel.expert_parallel_size=8"]
+SEARCH = ["search", "qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200"]
 
 
 @pytest.fixture(autouse=True)
@@ -159,7 +160,7 @@ def test_emulated_mxfp8_keeps_no_copies(capsys):
         (["--gpus", "8", "--gpu", "h200"], "which MODEL?"),
         (["sarch", "qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200"], "no command 'sarch': did you mean 'search'?"),
         (
-            ["search", "qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200", "--global-batch-size", "64", "--set", "train.global_batch_size=32"],
+            [*SEARCH, "--global-batch-size", "64", "--set", "train.global_batch_size=32"],
             "--global-batch-size 64 and --set train.global_batch_size=... say the same twice",
         ),
         (["qwen3-30b-a3b", "--gpus", "8", "--gpu", ""], "no GPU card is named ''"),

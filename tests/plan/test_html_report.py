@@ -58,6 +58,9 @@ def asked(*sets: str) -> html_report.Asked:
 def same(cell: dict, plan: dict) -> None:
     """A cell of the page holds what the command says."""
     assert cell["verdict"] == plan["verdict"]
+    least, most = plan["error_band"]
+    assert cell["certain"] == (not least <= plan["gpu_memory"] < most)
+    assert ("not certain" in cell["band"]) != cell["certain"]
     assert cell["fits"] == plan["fits"]
     assert cell["tightest"] == plan["tightest_rank"]
     assert [sum(rank["bytes"].values()) for rank in cell["ranks"]] == [rank["total"] for rank in plan["ranks"]]
@@ -322,3 +325,15 @@ def test_without_a_report_nothing_of_it_is_loaded():
     )
     done = subprocess.run([sys.executable, "-c", code, *WORDS], capture_output=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_may_help_is_on_the_page(tmp_path, capsys):
+    """What the command says beneath a job that does not fit."""
+    words = ["plan", "mixtral-8x7b", "--gpus", "8", "--gpu", "b200"]
+    assert cli.main([*words, "--report", str(tmp_path / "page.html")]) == 0
+    *_, advice, best = capsys.readouterr().out.splitlines()
+    assert advice.startswith("what may help: ")
+    assert best.startswith("no layout was given; the best is ")
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    block = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
+    assert json.loads(block[1])["advice"] == [advice, best]
