@@ -123,7 +123,7 @@ def every(request):
 
 def test_it_finds_what_costing_all_finds(every):
     config, card, gpu, world, costed = every
-    found = search(config, card, gpu, world, ceilings=(1.0, 0.7, 0.4), refine=False, program=False)
+    found = search(config, card, gpu, world, ceilings=(1.0, 0.7, 0.4), refine=False, refine_rows=False, program=False)
 
     def fastest(share, but=None):
         fits = [one for _, one in costed if one.memory.total <= round(share * gpu.memory_bytes)]
@@ -218,7 +218,7 @@ def test_fewer_layers_are_computed_again_as_far_as_they_fit():
     config, card = _job("qwen3-30b-a3b", "train.global_batch_size=64", "parallel.tensor_parallel_size=2")
     gpu, held = _gpu("h200-sxm", 130), ["parallel.tensor_parallel_size"]
     plain, found = (
-        search(config, card, gpu, 8, held=held, ceilings=(0.8,), refine=refine, program=False)
+        search(config, card, gpu, 8, held=held, ceilings=(0.8,), refine=refine, refine_rows=refine, program=False)
         for refine in (False, True)
     )
     assert found.best.time.seconds < 0.99 * plain.best.time.seconds

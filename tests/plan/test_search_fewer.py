@@ -18,7 +18,13 @@ from maniple.plan.search import _Costing, search
 from maniple.plan.search_context import search_contexts
 from maniple.plan.search_fewer import fewer, has_most_tgs, table
 
-PLAIN = {"ceilings": search_fewer.CEILINGS, "runner_up": False, "program": False, "overlap": False}
+PLAIN = {
+    "ceilings": search_fewer.CEILINGS,
+    "runner_up": False,
+    "refine_rows": False,
+    "program": False,
+    "overlap": False,
+}
 
 
 def _found(model: str, overrides: str, gpu, world: int, *sets: str, held=()):

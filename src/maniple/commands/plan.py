@@ -122,7 +122,10 @@ def job(
         number = time_report.write_timeline(
             config_, card, card_of_gpu, gpus, pipeline_trace, imbalance=uneven, schedule=schedule
         )
-        print(f"maniple: {pipeline_trace}: {number} micro-batches of the pipeline", file=sys.stderr)
+        print(
+            f"maniple: {pipeline_trace}: {number} micro-batches of the pipeline; the optimizer comes after",
+            file=sys.stderr,
+        )
     if report_ is not None:
         from maniple.plan import html_report
 

@@ -107,6 +107,7 @@ def search(
     ceilings: Collection[float] = CEILINGS,
     runner_up: bool = True,
     refine: bool = True,
+    refine_rows: bool = True,
     program: bool = True,
     overlap: bool = True,
     known: Bounds | None = None,
@@ -116,7 +117,8 @@ def search(
     held: dotted keys of these that stay as the job has them (`parallel.tensor_parallel_size`); CP always does (but see
     `search_context`).
     runner_up: whether the second is looked for. refine: if best or second compute whole layers again, then the fewest
-    of each rank that fit (`search_recompute`), where that is a hundredth faster. program: then stages of any sizes and
+    of each rank that fit (`search_recompute`), where that is a hundredth faster; refine_rows:
+    those beneath, too. program: then stages of any sizes and
     recomputed layers one by one, by integer programs (`search_stages`), where their layouts are faster. overlap: then
     `moe.overlap_exchange`, for layouts that could gain most by it. known: of the same job on another number of GPUs
     (`Found.bounds`), whose layers' figures are then not made again.
@@ -145,7 +147,7 @@ def search(
     pareto = [] if best is None else [best]
     for share in sorted(ceilings, reverse=True) if best is not None else ():
         top, _ = _fastest(costing, opened, round(share * whole))
-        top = _refined(costing, top, round(share * whole)) if refine and top is not None else top
+        top = _refined(costing, top, round(share * whole)) if refine_rows and top is not None else top
         if top is not None and top.memory.total < pareto[-1].memory.total:
             pareto.append(top)
     nearest = None

@@ -64,6 +64,7 @@ def fewer(
                 imbalance=found.bounds.imbalance,
                 ceilings=CEILINGS,
                 runner_up=False,
+                refine_rows=False,
                 program=False,
                 overlap=False,
                 known=found.bounds,
