@@ -159,6 +159,8 @@ def test_emulated_mxfp8_keeps_no_copies(capsys):
         (["configs/demo.yaml", "--gpus", "8", "--gpu", "h200"], "is a job file, and MODEL a model card: give it with"),
         (["--gpus", "8", "--gpu", "h200"], "which MODEL?"),
         (["sarch", "qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200"], "no command 'sarch': did you mean 'search'?"),
+        (["SCALE", "--gpu", "h200", "--from", "8", "--to", "16"], "no command 'SCALE': did you mean 'scale'?"),
+        (["gone", "--gpus", "8", "--gpu", "h200", "--config", "configs/demo.yaml"], "no model card is named 'gone'"),
         (
             [*SEARCH, "--global-batch-size", "64", "--set", "train.global_batch_size=32"],
             "--global-batch-size 64 and --set train.global_batch_size=... say the same twice",
@@ -268,3 +270,40 @@ def test_a_narrow_terminal_shows_fewer_columns_and_whole_numbers(width, left_out
     for heading, text in zip(headings, line, strict=True):
         assert (text in out) == (heading not in left_out)
     assert ("a wider terminal also shows: " + ", ".join(left_out) in out) == bool(left_out)
+
+
+def test_a_link_to_itself_is_no_job_file(capsys, tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    assert cli.main(["plan", "--gpus", "8", "--gpu", "h200", "--config", str(tmp_path / "loop")]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_the_command_to_copy_is_of_the_same_job(capsys, tmp_path):
+    """Its words say batch, sequence, load and all keys but the layout's; run, it looks at the same tokens."""
+    file = tmp_path / "job.yaml"
+    file.write_text(
+        "extends: pretrain\nmodel: {card: mixtral-8x7b}\ndata: {sequence_length: 8192}\n"
+        "train: {global_batch_size: 64, steps: 100000}\n"
+    )
+    sets = ["data.sequence_length=4096", "parallel.overlap_param_gather=false", "parallel.tensor_parallel_size=2"]
+    words = [word for text in sets for word in ("--set", text)]
+    assert cli.main(["plan", "--config", str(file), "--gpus", "8", "--gpu", "h200", "--imbalance", "1.5", *words]) == 0
+    command = re.search(r"`maniple (plan search .*?)`", capsys.readouterr().out)[1].split()
+    for option in ("--global-batch-size 64", "--sequence-length 4096", "--imbalance 1.5"):
+        assert option in " ".join(command)
+    assert "parallel.overlap_param_gather=false" in command
+    assert not any("tensor_parallel_size" in word for word in command)
+    assert cli.main(command) == 0
+    assert "mixtral-8x7b on 8 x h200-sxm, 64 x 4,096 tokens a step" in capsys.readouterr().out
+
+
+def test_a_scaling_table_fits_eighty_columns(capsys, monkeypatch):
+    import rich.console
+
+    made = rich.console.Console
+    monkeypatch.setattr(rich.console, "Console", lambda **options: made(**(options | {"width": 80})))
+    assert cli.main(["plan", "scale", "gpt-oss-20b", "--gpu", "h200", "--from", "8", "--to", "16"]) == 0
+    table = capsys.readouterr().out.splitlines()[2:7]
+    assert table[0].split()[0] == "scaling"
+    assert [line.split()[0] for line in table[1:]] == ["weak", "weak", "strong", "strong"]
+    assert all(line.split()[-1] in ("yes", "no") for line in table[1:])

@@ -13,6 +13,7 @@ import typer
 
 from maniple.commands import AsJson, Command, Group, check_target, given, print_table, waiting
 from maniple.commands.planned import (
+    EVEN_ENOUGH,
     SEQUENCE,
     Load,
     Measured,
@@ -31,8 +32,8 @@ class _Plans(Group):
 
     def parse_args(self, ctx, args):
         first = args[0] if args else "--help"
-        two_words = len(args) > 1 and not args[1].startswith("-")  # the first is then meant as a command
-        if two_words and first not in self.commands and (near := get_close_matches(first, self.commands, n=1)):
+        near = get_close_matches(first.lower(), self.commands, n=1, cutoff=0.7)  # no shipped card is named so
+        if near and first not in self.commands:
             raise UserError(f"maniple plan has no command {first!r}: did you mean {near[0]!r}?")
         return super().parse_args(ctx, args or [first] if first in (*self.commands, "--help") else ["job", *args])
 
@@ -59,7 +60,7 @@ def job(
     trace: Annotated[
         bool, typer.Option("--trace", help="also run a step of the tightest rank without a GPU, and compare")
     ] = False,
-    imbalance: Load = "dirichlet:8",
+    imbalance: Load = EVEN_ENOUGH,
     calibration: Measured = None,
     fabric: Pods = None,
     trace_rank: Annotated[
@@ -110,12 +111,14 @@ def job(
     plan = report.memory_plan(config_, card, card_of_gpu, gpus, uneven, schedule)
     time = estimate(config_, card, card_of_gpu, gpus, imbalance=uneven, schedule=schedule)
     help_ = (
-        None if simulated else advice(plan, uneven, schedule, _for_search(config, calibration, fabric, set_, config_))
+        None
+        if simulated
+        else advice(plan, uneven, schedule, _for_search(config, calibration, fabric, imbalance, set_, config_))
     )
     best = None
     if config is None and gpus > 1 and not simulated and not any(_is_layout(text) for text in set_ or []):
         with waiting("looking for the best layout"):
-            best = _best(model, set_ or [], config_, card_of_gpu, gpus, uneven, calibration)
+            best = _best(model, set_ or [], config_, card_of_gpu, gpus, imbalance, calibration)
     ranks: list[int | None] = [*(trace_rank or [])] or ([None] if trace else [])
     traced = [_traced(plan, rank) for rank in ranks]
     if pipeline_trace is not None:
@@ -176,21 +179,26 @@ _BATCH = ("train.global_batch_size", "data.sequence_length")
 
 
 def _is_layout(text: str) -> bool:
-    return text.strip().startswith(("parallel", "recompute"))
+    """Whether an override is of what the search chooses: sizes, stages, recomputation, overlapped exchange."""
+    key = text.partition("=")[0].strip()
+    sizes = ("_parallel_size", ".virtual_pipeline_size", ".pipeline_layout")
+    return key.startswith("recompute") or key in ("parallel", "moe.overlap_exchange") or key.endswith(sizes)
 
 
-def _best(model: str, sets: list[str], config, gpu, gpus: int, imbalance, calibration: Path | None) -> str:
+def _best(model: str, sets: list[str], config, gpu, gpus: int, imbalance: str, calibration: Path | None) -> str:
     """A line for a job of which no layout was given: what `maniple plan search` finds for the same tokens."""
     from maniple.hardware.units import binary_size, three_digits
     from maniple.plan import search_report
+    from maniple.plan.imbalance import Imbalance
     from maniple.plan.search_context import search_contexts
 
     batch, length = config.train.global_batch_size, config.data.sequence_length
     rest = [text for text in sets if text.partition("=")[0].strip() not in _BATCH]
     asked = job_to_plan(model, None, rest, gpus, batch, length)
-    best = search_contexts(asked.config, asked.card, gpu, gpus, held=asked.held, imbalance=imbalance)[0].best
+    uneven = Imbalance.parse(imbalance)
+    best = search_contexts(asked.config, asked.card, gpu, gpus, held=asked.held, imbalance=uneven)[0].best
     command = ["maniple", "plan", "search", model, "--gpus", str(gpus), "--gpu", gpu.name]
-    command += _for_search(None, calibration, gpu.fabric, sets, config)
+    command += _for_search(None, calibration, gpu.fabric, imbalance, sets, config)
     if best is None:
         return f"no layout was given, and none fits: `{shlex.join(command)}` says what is missing"
     return (
@@ -201,13 +209,15 @@ def _best(model: str, sets: list[str], config, gpu, gpus: int, imbalance, calibr
 
 
 def _for_search(
-    config: Path | None, calibration: Path | None, fabric: object, sets: list[str] | None, job
+    config: Path | None, calibration: Path | None, fabric: object, imbalance: str, sets: list[str] | None, job
 ) -> list[str]:
     """Options of `maniple plan search` for the same tokens: without those of the layout."""
     some = [text for text in sets or [] if text.partition("=")[0].strip() not in _BATCH and not _is_layout(text)]
     words = given(("--config", config), ("--calibration", calibration), ("--fabric", fabric))
     words += ["--global-batch-size", str(job.train.global_batch_size)]
-    words += ["--sequence-length", str(job.data.sequence_length)] if job.data.sequence_length != SEQUENCE else []
+    if config is not None or job.data.sequence_length != SEQUENCE:
+        words += ["--sequence-length", str(job.data.sequence_length)]
+    words += ["--imbalance", imbalance] if imbalance != EVEN_ENOUGH else []
     return words + given(*(("--set", text) for text in some))
 
 

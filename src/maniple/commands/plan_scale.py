@@ -9,7 +9,17 @@ from typing import Annotated
 import typer
 
 from maniple.commands import AsJson, print_table, waiting
-from maniple.commands.planned import Load, Measured, Model, Pods, gpu_named, job_to_plan, model_asked_for, say_long
+from maniple.commands.planned import (
+    EVEN_ENOUGH,
+    Load,
+    Measured,
+    Model,
+    Pods,
+    gpu_named,
+    job_to_plan,
+    model_asked_for,
+    say_long,
+)
 from maniple.errors import UserError
 
 
@@ -25,7 +35,7 @@ def scale(
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one value")] = None,
     global_batch_size: Annotated[int | None, typer.Option(help="sequences a step at --from; default: 8 a GPU")] = None,
     sequence_length: Annotated[int | None, typer.Option(help="tokens a sequence; default: at most 4,096")] = None,
-    imbalance: Load = "dirichlet:8",
+    imbalance: Load = EVEN_ENOUGH,
     calibration: Measured = None,
     fabric: Pods = None,
     as_json: AsJson = False,
@@ -64,7 +74,7 @@ def scale(
     print(f"{asked.card.name} on {first:,} to {gpus[-1]:,} x {card_of_gpu.name}: {layout}{how}")
     if asked.assumed:
         print("assumed: " + ", ".join(f"{key}={value}" for key, value in asked.assumed.items()))
-    print_table(scaling.HEADINGS, scaling.rows([*weak, *strong]), numbers=range(1, 9))
+    print_table(scaling.HEADINGS, scaling.rows([*weak, *strong]), range(1, 9), scaling.SPARE)
     print()
     for note in estimate(job, asked.card, card_of_gpu, first, imbalance=uneven).assumptions:
         print(note)

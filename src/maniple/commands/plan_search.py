@@ -10,7 +10,17 @@ from typing import Annotated
 import typer
 
 from maniple.commands import AsJson, check_target, given, print_table, waiting
-from maniple.commands.planned import Load, Measured, Model, Pods, gpu_named, job_to_plan, model_asked_for, say_long
+from maniple.commands.planned import (
+    EVEN_ENOUGH,
+    Load,
+    Measured,
+    Model,
+    Pods,
+    gpu_named,
+    job_to_plan,
+    model_asked_for,
+    say_long,
+)
 from maniple.errors import UserError
 
 
@@ -33,7 +43,7 @@ def search(
         int | None,
         typer.Option(help="fewest GPUs that the table goes down to, by halves; default: an eighth; --gpus: none fewer"),
     ] = None,
-    imbalance: Load = "dirichlet:8",
+    imbalance: Load = EVEN_ENOUGH,
     calibration: Measured = None,
     fabric: Pods = None,
     memory_share: Annotated[

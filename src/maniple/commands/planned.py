@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from maniple.models.card import ModelCard
 
 SEQUENCE = 4096  # tokens, where no length is asked for
+EVEN_ENOUGH = "dirichlet:8"  # a router's load, likewise
 _SAMPLES = 8  # sequences a step and GPU, likewise
 
 Model = Annotated[
@@ -64,6 +65,7 @@ def model_asked_for(model: str | None, config: Path | None) -> str:
     """MODEL, or the one that the job file names; says on standard error where they differ. UserError if neither is
     given, or if MODEL is a job file."""
     from maniple.config.load import load
+    from maniple.models import load_card
 
     loaded = None if config is None else load(config, [])
     named = None
@@ -76,6 +78,7 @@ def model_asked_for(model: str | None, config: Path | None) -> str:
     if _is_job(model):
         raise UserError(f"{model} is a job file, and MODEL a model card: give it with --config {model}")
     if loaded is not None and named not in (None, model):
+        load_card(model)  # one line where there is none
         changes = ", ".join(loaded.config.model.overrides)
         theirs = f", with its model.overrides ({changes})" if changes else ""
         print(f"maniple: {model} is planned in place of {config}'s own {named}{theirs}", file=sys.stderr)

@@ -113,7 +113,10 @@ def _layers(
     path: Path, kind: Literal["preset", "file"], above: tuple[Path, ...]
 ) -> Iterator[tuple[Literal["preset", "file"], yamlfile.Document, str]]:
     """The file at `path` after everything it extends, lowest precedence first."""
-    real = path.resolve()
+    try:
+        real = path.resolve()
+    except (OSError, RuntimeError) as error:  # a link to itself
+        raise UserError(f"{path}: {error}") from None
     if real in above:
         chain = " -> ".join(file.name for file in (*above[above.index(real) :], real))
         raise UserError(f"{path}: extends itself: {chain}; break the cycle")

@@ -172,6 +172,7 @@ def milliseconds(seconds: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
+SPARE = ("idle", "micro-batches", "batch", "tokens/s a GPU")  # columns that a narrow terminal does without
 HEADINGS = [
     "scaling",
     "GPUs",
