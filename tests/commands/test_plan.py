@@ -158,6 +158,7 @@ def test_emulated_mxfp8_keeps_no_copies(capsys):
         (["Qwen/Qwen3-30B-A3B", "--gpus", "8", "--gpu", "h200"], "no such file: did you mean 'qwen3-30b-a3b'?"),
         (["configs/demo.yaml", "--gpus", "8", "--gpu", "h200"], "is a job file, and MODEL a model card: give it with"),
         (["--gpus", "8", "--gpu", "h200"], "which MODEL?"),
+        ([*SEARCH, "--set", "model.card=mixtral-8x7b"], "--set model.card=...: name the model as MODEL"),
         (["sarch", "qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200"], "no command 'sarch': did you mean 'search'?"),
         (["SCALE", "--gpu", "h200", "--from", "8", "--to", "16"], "no command 'SCALE': did you mean 'scale'?"),
         (["gone", "--gpus", "8", "--gpu", "h200", "--config", "configs/demo.yaml"], "no model card is named 'gone'"),

@@ -103,7 +103,7 @@ def job(
             check_target(option, file)
     if report_ is not None and pipeline_trace is not None and report_.absolute() == pipeline_trace.absolute():
         raise UserError(f"--report and --pipeline-trace are both {report_}: give one another name")
-    model = model_asked_for(model, config)
+    model = model_asked_for(model, config, set_ or [])
     loaded = load(config, [*(set_ or []), f"model.card={json.dumps(model, ensure_ascii=False)}"])
     config_, assumed = _with_batch(loaded, gpus)
     card = resolve_card(config_)

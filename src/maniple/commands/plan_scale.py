@@ -49,7 +49,7 @@ def scale(
 
     uneven, card_of_gpu = Imbalance.parse(imbalance), gpu_named(gpu, calibration=calibration, fabric=fabric)
     gpus = scaling.sizes(first, last)
-    model = model_asked_for(model, config)
+    model = model_asked_for(model, config, set_ or [])
     asked = job_to_plan(model, config, set_ or [], first, global_batch_size, sequence_length)
     say_long(asked.config, asked.card)
     job, how = asked.config, ""

@@ -68,7 +68,7 @@ def search(
         raise UserError(f"--gpus-from {gpus_from}: it is from 1 to --gpus {gpus}")
     if write is not None:
         check_target("--write", write)
-    model = model_asked_for(model, config)
+    model = model_asked_for(model, config, set_ or [])
     asked = job_to_plan(model, config, set_ or [], gpus, global_batch_size, sequence_length)
     say_long(asked.config, asked.card)
     job, card, assumed = asked.config, asked.card, asked.assumed

@@ -61,12 +61,14 @@ def gpu_named(name: str, count: int = 1, calibration: Path | None = None, fabric
     return card if calibration is None else with_calibration(card, calibration)
 
 
-def model_asked_for(model: str | None, config: Path | None) -> str:
+def model_asked_for(model: str | None, config: Path | None, sets: list[str]) -> str:
     """MODEL, or the one that the job file names; says on standard error where they differ. UserError if neither is
-    given, or if MODEL is a job file."""
+    given, if MODEL is a job file, or if an override names a model too."""
     from maniple.config.load import load
     from maniple.models import load_card
 
+    if any(text.partition("=")[0].strip() == "model.card" for text in sets):
+        raise UserError("--set model.card=...: name the model as MODEL, before the options")
     loaded = None if config is None else load(config, [])
     named = None
     if loaded is not None and loaded.origin["model.card"].kind != "default":
