@@ -90,6 +90,17 @@ def test_a_loader_that_was_killed_is_one_line():
     assert "killed by signal" in message or "exited unexpectedly" in message
 
 
+@pytest.mark.parametrize("error", [ConnectionResetError(104, "Connection reset by peer"), EOFError()])
+def test_a_loader_that_dies_while_it_hands_a_batch_over_is_one_line(error, monkeypatch):
+    def next_of(self):
+        raise error
+
+    batches = iterate(Faulty(lambda index: index), num_workers=0, **OPTIONS)
+    monkeypatch.setattr("torch.utils.data.dataloader._BaseDataLoaderIter.__next__", next_of)
+    with pytest.raises(RuntimeError, match=r"^data: a loader process died \(exited unexpectedly: \w+\): out of memory"):
+        next(batches)
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_damaged_document_is_named(tmp_path, num_workers):
     prefix, tokens = write_pair(tmp_path, [300] * 4)

@@ -104,13 +104,16 @@ class Batches:
             except RuntimeError as error:  # what torch raises for a worker that is gone
                 if "DataLoader worker" not in str(error):
                     raise
-                what = " ".join(str(error).split())
-                raise RuntimeError(
-                    f"data: a loader process died ({what}): out of memory? lower data.num_workers"
-                ) from None
+                raise _died(" ".join(str(error).split())) from None
+            except (ConnectionError, EOFError) as error:  # it died while it was handing a batch over
+                raise _died(f"exited unexpectedly: {type(error).__name__}") from None
             if isinstance(batch, _Failure):
                 raise batch.error()
             yield batch
+
+
+def _died(what: str) -> RuntimeError:
+    return RuntimeError(f"data: a loader process died ({what}): out of memory? lower data.num_workers")
 
 
 def _check_temporary_folder() -> None:
