@@ -9,17 +9,7 @@ from typing import Annotated
 import typer
 
 from maniple.commands import AsJson, print_table, waiting
-from maniple.commands.planned import (
-    EVEN_ENOUGH,
-    Load,
-    Measured,
-    Model,
-    Pods,
-    gpu_named,
-    job_to_plan,
-    model_asked_for,
-    say_long,
-)
+from maniple.commands.planned import EVEN_ENOUGH, Load, Measured, Model, Pods, gpu_named, job_to_plan, say_long
 from maniple.errors import UserError
 
 
@@ -49,7 +39,6 @@ def scale(
 
     uneven, card_of_gpu = Imbalance.parse(imbalance), gpu_named(gpu, calibration=calibration, fabric=fabric)
     gpus = scaling.sizes(first, last)
-    model = model_asked_for(model, config, set_ or [])
     asked = job_to_plan(model, config, set_ or [], first, global_batch_size, sequence_length)
     say_long(asked.config, asked.card)
     job, how = asked.config, ""

@@ -10,17 +10,7 @@ from typing import Annotated
 import typer
 
 from maniple.commands import AsJson, check_target, given, print_table, waiting
-from maniple.commands.planned import (
-    EVEN_ENOUGH,
-    Load,
-    Measured,
-    Model,
-    Pods,
-    gpu_named,
-    job_to_plan,
-    model_asked_for,
-    say_long,
-)
+from maniple.commands.planned import EVEN_ENOUGH, Load, Measured, Model, Pods, gpu_named, job_to_plan, say_long
 from maniple.errors import UserError
 
 
@@ -68,7 +58,6 @@ def search(
         raise UserError(f"--gpus-from {gpus_from}: it is from 1 to --gpus {gpus}")
     if write is not None:
         check_target("--write", write)
-    model = model_asked_for(model, config, set_ or [])
     asked = job_to_plan(model, config, set_ or [], gpus, global_batch_size, sequence_length)
     say_long(asked.config, asked.card)
     job, card, assumed = asked.config, asked.card, asked.assumed
@@ -76,7 +65,7 @@ def search(
         found, contexts = search_contexts(job, card, card_of_gpu, gpus, held=asked.held, imbalance=uneven, say=say)
         others = fewer(found, asked.held, gpus_from, say=say)
     if write is not None:
-        words = ["maniple", "plan", "search", model, "--gpus", str(gpus), "--gpu", gpu]
+        words = ["maniple", "plan", "search", asked.model, "--gpus", str(gpus), "--gpu", gpu]
         words += given(
             ("--config", config),
             ("--calibration", calibration),

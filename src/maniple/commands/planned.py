@@ -108,8 +108,10 @@ def say_long(config: TrainConfig, card: ModelCard) -> None:
 
 @dataclass(frozen=True)
 class Asked:
-    """A job whose layout is looked for. assumed: keys that nobody gave; held: those of the command line."""
+    """A job whose layout is looked for. model: as it was named; assumed: keys that nobody gave; held: those of the
+    command line."""
 
+    model: str
     config: TrainConfig
     card: ModelCard
     assumed: dict[str, int]
@@ -117,12 +119,13 @@ class Asked:
 
 
 def job_to_plan(
-    model: str, config: Path | None, sets: list[str], gpus: int, batch: int | None, length: int | None
+    model: str | None, config: Path | None, sets: list[str], gpus: int, batch: int | None, length: int | None
 ) -> Asked:
     """The job of a file, or of the preset `pretrain`, on so many GPUs, with a batch and a sequence."""
     from maniple.config.check import resolve_card
     from maniple.config.load import PRESETS, load
 
+    model = model_asked_for(model, config, sets)
     _only_once(sets, ("--global-batch-size", batch, "train.global_batch_size"))
     _only_once(sets, ("--sequence-length", length, "data.sequence_length"))
     every = [f"model.card={json.dumps(model, ensure_ascii=False)}"]
@@ -144,7 +147,7 @@ def job_to_plan(
         assumed["train.global_batch_size"] = _SAMPLES * gpus
         train = train.model_copy(update={"global_batch_size": assumed["train.global_batch_size"]})
     job = job.model_copy(update={"data": data, "train": train})
-    return Asked(job, card, assumed, held)
+    return Asked(model, job, card, assumed, held)
 
 
 def _only_once(sets: list[str], given: tuple[str, int | None, str]) -> None:

@@ -117,9 +117,9 @@ def search(
     held: dotted keys of these that stay as the job has them (`parallel.tensor_parallel_size`); CP always does (but see
     `search_context`).
     runner_up: whether the second is looked for. refine: if best or second compute whole layers again, then the fewest
-    of each rank that fit (`search_recompute`), where that is a hundredth faster; refine_rows:
-    those beneath, too. program: then stages of any sizes and
-    recomputed layers one by one, by integer programs (`search_stages`), where their layouts are faster. overlap: then
+    of each rank that fit (`search_recompute`), where that is a hundredth faster; refine_rows: those beneath, too.
+    program: then stages of any sizes and recomputed layers one by one, by integer programs (`search_stages`), where
+    their layouts are faster. overlap: then
     `moe.overlap_exchange`, for layouts that could gain most by it. known: of the same job on another number of GPUs
     (`Found.bounds`), whose layers' figures are then not made again.
 
