@@ -66,13 +66,15 @@ def test_hopper_rows(nk, bias, tile):
     ids=["nk, bias", "kn", "nk, not kept", "nk, narrow"],
 )
 def test_hopper_rows_with_swiglu(nk, bias, keep, columns):
-    tile = launch.swiglu_tile("hopper", 2, columns)
+    tile = launch.hopper_swiglu_tile(columns)
     block = (1, 1, tile.columns, tile.depth) if nk else (1, tile.depth, 1, tile.columns)
     arguments = {"F": "i32", "K": "i32", "ends_ptr": "*i32", "probs_ptr": "*fp32"}
+    arguments["pace_ptr"] = "*i32"
     arguments |= dict.fromkeys(("act_ptr", "gate_up_ptr"), "*bf16") | {"bias_ptr": "*bf16" if bias else ("=", None)}
     arguments |= dict.fromkeys(("act_desc", "gate_desc", "up_desc"), Descriptor("bf16", (tile.rows // 2, tile.columns)))
     arguments |= {"x_desc": Descriptor("bf16", (tile.rows // 2, tile.depth)), "w_desc": Descriptor("bf16", block)}
     flags = {"GROUPS": 32, "NK": nk, "BIAS": bias, "PROBS": True, "KEEP": keep, **GPT_OSS}
+    flags["PACE"] = tile.pace
     arguments |= hopper_constants(tile) | {name: ("=", value) for name, value in flags.items()}
     check("sm_90a", compile_for("sm_90a", swiglu_rows_kernel, arguments, num_warps=tile.warps))
 

@@ -18,19 +18,28 @@ The functions at the end have the interface of `reference.py`; what this file ca
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from maniple.kernels.grouped_gemm import launch
 from maniple.kernels.grouped_gemm import triton as portable
-from maniple.kernels.grouped_gemm.hopper_kernels import rows_kernel, wgrad_kernel
+from maniple.kernels.grouped_gemm.hopper_kernels import rows_kernel
+from maniple.kernels.grouped_gemm.hopper_wgrad_kernels import wgrad_kernel
 from maniple.kernels.grouped_gemm.launch import Tile
 from maniple.kernels.swiglu import triton as swiglu
 
 bias_grad = portable.bias_grad
 gather_sum = portable.gather_sum
 _LOADER_REGISTERS, _CONSUMER_REGISTERS = 40, 232  # of 504 that one warp of each role may share
+_ELEMENTS = {
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float8_e5m2: gl.float8e5,
+    torch.bfloat16: gl.bfloat16,
+    torch.float32: gl.float32,
+}
 
 
 def forward(
@@ -54,7 +63,7 @@ def forward(
     tile = launch.hopper_tile(n, k, layout)
     block = [1, tile.columns, tile.depth] if layout == "nk" else [1, tile.depth, tile.columns]
     rows_kernel[(portable.programs(x_SK),)](
-        torch.zeros(1, dtype=torch.int32, device=x_SK.device) if tile.pace else None,
+        pace_counter(tile, x_SK.device),
         descriptor(x_SK, [tile.rows // 2, tile.depth]),
         descriptor(w_G, block),
         descriptor(out_SN, [tile.rows // 2, tile.columns // tile.parts]),
@@ -205,8 +214,17 @@ def _check(operands: dict[str, torch.Tensor]) -> None:
 
 def descriptor(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
     """What the copy engine loads and stores this tensor by, in blocks, swizzled as the matrix instructions want it."""
-    element = gl.float32 if tensor.dtype == torch.float32 else gl.bfloat16
-    return TensorDescriptor.from_tensor(tensor, block, gl.NVMMASharedLayout.get_default_for(block, element))
+    return TensorDescriptor.from_tensor(tensor, block, _swizzled(tuple(block), tensor.dtype))
+
+
+@cache  # the compiler takes far longer to choose one than a launch takes otherwise
+def _swizzled(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(block), _ELEMENTS[dtype])
+
+
+def pace_counter(tile: Tile, device: torch.device) -> torch.Tensor | None:
+    """What loaders count their steps at, where they keep pace."""
+    return torch.zeros(1, dtype=torch.int32, device=device) if tile.pace else None
 
 
 def constants(tile: Tile) -> dict[str, int]:

@@ -15,7 +15,6 @@ run, `refusal` says.
 from __future__ import annotations
 
 import torch
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from maniple.kernels.grouped_gemm import hopper, launch
@@ -28,12 +27,6 @@ from maniple.kernels.quantize.quantized import OCP
 
 bias_grad = portable.bias_grad
 _LOADER_REGISTERS, _CONSUMER_REGISTERS = 40, 232  # of 504 that one warp of each role may share
-_ELEMENTS = {
-    torch.float8_e4m3fn: gl.float8e4nv,
-    torch.float8_e5m2: gl.float8e5,
-    torch.bfloat16: gl.bfloat16,
-    torch.float32: gl.float32,
-}
 
 
 def rows(
@@ -59,9 +52,9 @@ def rows(
     block = low_precision.recipe_of(x) == "fp8_block"
     tile = launch.hopper_fp8_tile(n, block=block, bias=bias_GN is not None)
     rows_kernel[(portable.programs(x.data),)](
-        _descriptor(x.data, [tile.rows // 2, 128]),
-        _descriptor(w.data, [1, tile.columns, 128]),
-        _descriptor(out_SN, [tile.rows // 2, 128]),
+        hopper.descriptor(x.data, [tile.rows // 2, 128]),
+        hopper.descriptor(w.data, [1, tile.columns, 128]),
+        hopper.descriptor(out_SN, [tile.rows // 2, 128]),
         out_SN,
         ends_G,
         x.scales,
@@ -106,11 +99,11 @@ def wgrad(
     _check({"x": x.data, "the result's gradient": grad.data})
     tile = launch.hopper_fp8_wgrad_tile(b.data.shape[0])
     wgrad_kernel[(portable.programs(x.data),)](
-        _descriptor(a.data, [tile.rows // 2, 128]),
-        _descriptor(b.data, [tile.columns, 128]),
+        hopper.descriptor(a.data, [tile.rows // 2, 128]),
+        hopper.descriptor(b.data, [tile.columns, 128]),
         _scale_descriptor(a, tile.rows // 2),
         _scale_descriptor(b, tile.columns),
-        _descriptor(out, [1, tile.rows // 2, 64 if out.dtype == torch.float32 else 128]),
+        hopper.descriptor(out, [1, tile.rows // 2, 64 if out.dtype == torch.float32 else 128]),
         padded_ends_G,
         a.scales,
         b.scales,
@@ -143,11 +136,6 @@ def _check(operands: dict[str, torch.Tensor]) -> None:
             raise ValueError(reason)
 
 
-def _descriptor(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(block, _ELEMENTS[tensor.dtype])
-    return TensorDescriptor.from_tensor(tensor, block, layout)
-
-
 def _scale_descriptor(operand: Quantized, rows: int) -> TensorDescriptor:
     """Of the scales as one vector, block after block; of the smallest vector there is where there are no blocks."""
     if operand.block[0]:
@@ -156,7 +144,7 @@ def _scale_descriptor(operand: Quantized, rows: int) -> TensorDescriptor:
         flat = operand.scales.new_empty(rows)
     if flat.numel() >= 2**31:
         raise ValueError(f"Hopper's float8 grouped GEMM counts scales in 31 bits, and here are {flat.numel()}")
-    return _descriptor(flat, [rows])
+    return hopper.descriptor(flat, [rows])
 
 
 def _constants(tile: launch.Tile) -> dict[str, int]:

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from maniple.kernels.grouped_gemm.hopper_kernels import _place
+from maniple.kernels.grouped_gemm.hopper_kernels import place
 
 
 @gluon.jit
@@ -62,7 +62,7 @@ def _load_rows(
         row_tiles = gl.cdiv(end - start, ROWS)
         last = first + row_tiles * column_tiles
         while tile < last:
-            i, j = _place(tile - first, row_tiles, column_tiles, BAND)
+            i, j = place(tile - first, row_tiles, column_tiles, BAND)
             row0 = start + i * ROWS
             row1 = row0 + ROWS // 2
             n0 = j * COLUMNS
@@ -182,7 +182,7 @@ def _compute_rows(
         row_tiles = gl.cdiv(end - start, ROWS)
         last = first + row_tiles * column_tiles
         while tile < last:
-            i, j = _place(tile - first, row_tiles, column_tiles, BAND)
+            i, j = place(tile - first, row_tiles, column_tiles, BAND)
             row0 = start + i * ROWS + HALF * 64
             n0 = j * COLUMNS
             if row0 < end:

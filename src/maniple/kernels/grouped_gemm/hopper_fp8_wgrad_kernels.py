@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from maniple.kernels.grouped_gemm.hopper_fp32 import halves, put_block
-from maniple.kernels.grouped_gemm.hopper_kernels import _place
+from maniple.kernels.grouped_gemm.hopper_kernels import place
 
 
 @gluon.jit
@@ -49,7 +49,7 @@ def _load_wgrad(
     turn = 0
     for tile in range(gl.program_id(0), GROUPS * a_tiles * b_tiles, gl.num_programs(0)):
         g = tile // (a_tiles * b_tiles)
-        i, j = _place(tile % (a_tiles * b_tiles), a_tiles, b_tiles, BAND)
+        i, j = place(tile % (a_tiles * b_tiles), a_tiles, b_tiles, BAND)
         start = gl.load(ends_ptr + g - 1, mask=g > 0, other=0)
         end = gl.load(ends_ptr + g)
         a0 = i * ROWS
@@ -122,7 +122,7 @@ def _compute_wgrad(
     turn = 0
     for tile in range(gl.program_id(0), GROUPS * a_tiles * b_tiles, gl.num_programs(0)):
         g = tile // (a_tiles * b_tiles)
-        i, j = _place(tile % (a_tiles * b_tiles), a_tiles, b_tiles, BAND)
+        i, j = place(tile % (a_tiles * b_tiles), a_tiles, b_tiles, BAND)
         start = gl.load(ends_ptr + g - 1, mask=g > 0, other=0)
         end = gl.load(ends_ptr + g)
         a0 = i * ROWS + HALF * 64

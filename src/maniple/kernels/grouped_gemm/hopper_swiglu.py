@@ -36,11 +36,12 @@ def forward_swiglu(
     rows, k = x_SK.shape
     groups, f = w_G.shape[0], w_G.shape[1 if layout == "nk" else 2] // 2
     act_SF, gate_up_S2F = x_SK.new_empty(rows, f), x_SK.new_empty(rows if keep else 0, 2 * f)
-    tile = launch.swiglu_tile("hopper", 2, f)
+    tile = launch.hopper_swiglu_tile(f)
     block = [1, 1, tile.columns, tile.depth] if layout == "nk" else [1, tile.depth, 1, tile.columns]
     half = [tile.rows // 2, tile.columns]
     kept = (gate_up_S2F[:, :f], gate_up_S2F[:, f:]) if keep else (act_SF, act_SF)  # stand-ins that nothing reads
     swiglu_rows_kernel[(portable.programs(x_SK),)](
+        hopper.pace_counter(tile, x_SK.device),
         hopper.descriptor(x_SK, [tile.rows // 2, tile.depth]),
         hopper.descriptor(portable.halves(w_G, f, gate_up, layout), block),
         hopper.descriptor(act_SF, half),
@@ -61,6 +62,7 @@ def forward_swiglu(
         ALPHA=float(alpha),
         LIMIT=limit,
         UP_OFFSET=float(up_offset),
+        PACE=tile.pace,
         **hopper.constants(tile),
     )
     if zero_tail:
