@@ -17,9 +17,10 @@ from maniple.models import list_cards, load_card
 from maniple.models.flops import layer_flops_per_token, training_flops_per_token
 from maniple.plan import operators, time_report
 from maniple.plan.imbalance import BALANCED, Imbalance
-from maniple.plan.operators import Machine
+from maniple.plan.operators import Machine, Parts
 from maniple.plan.simulator import StageCost
 from maniple.plan.stage_time import MODULES, layer_passes, stage_time
+from maniple.plan.stages import Stage
 from maniple.plan.time import StepTime, data_parallel, estimate, make_job
 
 QWEN, DEEPSEEK = load_card("qwen3-30b-a3b"), load_card("deepseek-v3")
@@ -280,6 +281,40 @@ def test_recomputed_layers_are_those_that_the_config_names():
     assert set(RECOMPUTE_MODULES) <= set(MODULES)
     with pytest.raises(UserError, match="recompute_modules: unknown 'attention'"):
         _estimate(options={"recompute_modules": ["attention"]})
+
+
+def _again(graphs: str = "none", tokens: int = 4096, card=QWEN, software: str = "maniple", **sections) -> Parts:
+    """Of what is computed again of a model's first layer."""
+    config = _config(data={"sequence_length": tokens}, **sections)
+    job = make_job(config, card, H200, 8, software=software, imbalance=BALANCED, graphs=graphs)
+    return stage_time(job, Stage(0, 0, (0,), False, False)).recompute
+
+
+def _modules(*names: str) -> dict:
+    return {"granularity": "selective", "modules": [*names]}
+
+
+def test_recomputed_modules_launch_their_share_of_a_layers_kernels():
+    """Of Qwen3's 12 operations, and 60 kernels, 6 are `moe`'s and one the expert activation's."""
+    moe, activation = (_again(recompute=_modules(name)) for name in ("moe", "moe_act"))
+    assert moe["gaps"] == pytest.approx(30 * 10e-6)
+    assert activation["gaps"] == pytest.approx(5 * 10e-6)
+    for recipe in ("bf16", "fp8"):  # the same kernels, and those of quantization
+        few = _again(tokens=64, recompute=_modules("moe"), precision={"recipe": recipe})
+        assert few.total == pytest.approx(30 * 65.5e-6)  # the host is the limit
+        whole = _again(tokens=64, recompute={"granularity": "full"}, precision={"recipe": recipe})
+        assert whole.total == pytest.approx(2 * few.total)
+    assert _again(recompute={"granularity": "none"}).total == 0
+    assert _again(card=DEEPSEEK, recompute=_modules("moe")).total == 0  # a dense layer has none
+
+
+def test_what_graphs_replay_is_not_launched_again():
+    """Of 5 operations of exchange and experts, and 30 kernels, all are `moe`'s and two the products'."""
+    more = {"software": "megatron-te", "graphs": "attention"}
+    assert _again(**more, recompute=_modules("moe"))["gaps"] == pytest.approx(30 * 10e-6)
+    assert _again(**more, recompute=_modules("moe_act"))["gaps"] == pytest.approx(6 * 10e-6)
+    assert _again(**more, recompute=_modules("core_attn"))["gaps"] == 0
+    assert _again("full", recompute=_modules("moe"))["gaps"] == 0
 
 
 def test_exchange_overlap_hides_what_the_software_can():

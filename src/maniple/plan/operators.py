@@ -6,6 +6,7 @@ bandwidth, whichever is longer. Attained speeds are `hardware/efficiencies.yaml`
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -119,13 +120,18 @@ class Machine:
 
 @dataclass
 class Passes:
-    """Seconds of one layer's forward, backward (of inputs) and weight gradients, by component."""
+    """Seconds of one layer's forward, backward (of inputs) and weight gradients, by component.
+
+    operations: how many there are in forward.
+    """
 
     forward: Parts = field(default_factory=Parts)
     backward: Parts = field(default_factory=Parts)
     weight: Parts = field(default_factory=Parts)
+    operations: Counter[str] = field(default_factory=Counter)
 
     def add(self, part: str, forward: float, backward: float, weight: float = 0.0) -> None:
+        self.operations[part] += forward > 0
         self.forward[part] += forward
         self.backward[part] += backward
         self.weight[part] += weight
@@ -134,6 +140,7 @@ class Passes:
         self.forward.merge(other.forward)
         self.backward.merge(other.backward)
         self.weight.merge(other.weight)
+        self.operations.update(other.operations)
 
     def linear(self, machine: Machine, part: str, m: float, n: float, k: float, recipe: str) -> None:
         """A dense projection [m, k] -> [m, n], with quantization of its input and of its output's gradient."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -30,6 +31,7 @@ _MODULES = {
     "moe": ("router", "permutation", "routed_experts", "expert_activation", "shared_experts", "exchange"),
 }
 MODULES = tuple(_MODULES)
+_EXPERTS = ("permutation", "routed_experts", "expert_activation", "exchange")  # what graphs of attention leave out
 # what is replayed from graphs, without launches by the host: nothing, layers but for exchange and experts, or all
 Graphs = Literal["none", "attention", "full"]
 
@@ -156,7 +158,9 @@ def layer_passes(job: Job, layer: int) -> Passes:
     passes = Passes()
     for part in (*parts, comm):
         passes.merge(part)
-    _gaps(job, passes, "moe" if key[0] else "dense")
+    forward, backward = _launched(job, key[0])
+    busy = passes.backward.total + passes.weight.total
+    passes.merge(Passes(_gaps(job, forward, passes.forward.total), _gaps(job, backward, busy)))  # are no operations
     job.cache[key] = passes
     return passes
 
@@ -173,17 +177,19 @@ def _exchange(job: Job, comm: Passes, tokens: float, load: float) -> None:
         comm.add("exchange", *[2 * job.network.ring_seconds(rows, place.expert_tensor, 1)] * 2)
 
 
-def _gaps(job: Job, passes: Passes, kind: str) -> None:
-    """What kernels cost beside their work, ramps and tails; and how long they wait for a host that needs longer for a
-    layer's kernels than the GPU."""
-    if job.graphs == "full" or (job.graphs == "attention" and kind == "dense"):
-        return
-    forward, backward = job.software.launches["experts" if job.graphs == "attention" else kind]
-    each = job.software.gap_microseconds * 1e-6
-    passes.add("gaps", forward * each, backward * each)
-    host = job.software.host_microseconds * 1e-6
-    busy = passes.backward.total + passes.weight.total
-    passes.add("host", max(0.0, forward * host - passes.forward.total), max(0.0, backward * host - busy))
+def _gaps(job: Job, kernels: float, busy: float) -> Parts:
+    """What so many kernels cost beside their work, ramps and tails; and how long they wait for a host that needs longer
+    for them than the GPU, which is busy for so many seconds."""
+    gaps = kernels * job.software.gap_microseconds * 1e-6
+    host = kernels * job.software.host_microseconds * 1e-6
+    return Parts(gaps=gaps, host=max(0.0, host - busy - gaps))
+
+
+def _launched(job: Job, moe: bool) -> tuple[int, int]:
+    """Kernels that the host launches for a layer, forward and backward; what graphs replay is not among them."""
+    if job.graphs == "full" or (job.graphs == "attention" and not moe):
+        return 0, 0
+    return job.software.launches["experts" if job.graphs == "attention" else "moe" if moe else "dense"]
 
 
 def _recomputed(job: Job, layer: int, place: int | None) -> bool:
@@ -203,9 +209,27 @@ def _add(out: StageTime, job: Job, layer: int, recomputed: bool) -> None:
     if recomputed:
         out.recompute.merge(passes.forward)
         return
-    for module in (*job.config.recompute.modules, *job.modules):
-        for part in _MODULES[module]:
-            out.recompute[part] += passes.forward[part]
+    again = dict.fromkeys(part for name in (*job.config.recompute.modules, *job.modules) for part in _MODULES[name])
+    if not again:
+        return
+    parts = Parts({part: passes.forward[part] for part in again})
+    out.recompute.merge(parts)
+    out.recompute.merge(_gaps(job, _launched_again(job, passes, layer, again), parts.total))
+
+
+def _launched_again(job: Job, passes: Passes, layer: int, again: Collection[str]) -> float:
+    """Kernels that the host launches for parts of a layer which backward runs again.
+
+    Kernels are known of whole layers only: it is as large a share of the layer's forward ones as these parts have of
+    its operations. (Of experts and exchange they are known too, 30 of 60, and Qwen3's `moe` has half the operations.)
+    """
+    launched = {
+        part: number
+        for part, number in passes.operations.items()
+        if (part in _EXPERTS if job.graphs == "attention" else part != "quantization")  # kernels are those of bf16
+    }
+    mine = sum(number for part, number in launched.items() if part in again)
+    return _launched(job, job.card.is_moe_layer(layer))[0] * mine / sum(launched.values()) if mine else 0.0
 
 
 def _head(job: Job) -> Passes:
