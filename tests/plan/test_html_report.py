@@ -177,6 +177,12 @@ def test_scaling_is_that_of_plan_scale(report):
     assert len(report.data["scaling"]["bends"]) == 2
 
 
+def test_scaling_ends_where_plans_do(monkeypatch):
+    monkeypatch.setattr(html_report, "MOST_GPUS", 40)
+    weak, _ = html_report.data_of(asked(*SMALL))["scaling"]["points"]
+    assert [point["gpus"] for point in weak] == [16, 32]
+
+
 @pytest.mark.parametrize("sets", [PIPELINE, [*PIPELINE, "moe.overlap_exchange=true"]], ids=["plain", "overlapped"])
 def test_the_drawn_pipeline_is_the_simulated_one(sets):
     one = asked(*sets, "train.global_batch_size=64")

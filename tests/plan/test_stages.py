@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from maniple import cli
 from maniple.config.check import resolve_card
 from maniple.config.load import load
 from maniple.errors import UserError
-from maniple.plan.stages import place
+from maniple.plan.stages import MOST_GPUS, place
 
 
 def placed(world: int, *words: str):
@@ -64,3 +65,26 @@ def test_dense_and_expert_groups_are_each_their_own():
 def test_what_cannot_run_is_refused():
     with pytest.raises(UserError, match="12 processes, one a GPU, are not a multiple of 8"):
         placed(12, "model.card=qwen3-30b-a3b", "parallel.expert_parallel_size=8")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["qwen3-30b-a3b", "--gpus", "{}"],
+        ["search", "qwen3-30b-a3b", "--gpus", "{}"],
+        ["scale", "qwen3-30b-a3b", "--from", "8", "--to", "{}"],
+        ["scale", "qwen3-30b-a3b", "--from", "{}", "--to", "{}"],
+    ],
+)
+def test_more_gpus_than_a_job_has_are_refused_at_once(words, capsys):
+    assert cli.main(["plan", *(word.format(300_000_000) for word in words), "--gpu", "h200"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "maniple: error: 300,000,000 GPUs: the planner answers for at most 131,072 of a job\n"
+
+
+def test_the_most_gpus_are_placed():
+    job = ["model.card=qwen3-30b-a3b", f"train.global_batch_size={MOST_GPUS}"]
+    assert placed(MOST_GPUS, *job).data == MOST_GPUS
+    with pytest.raises(UserError, match="131,073 GPUs: "):
+        placed(MOST_GPUS + 1, *job)

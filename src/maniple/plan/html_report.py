@@ -28,6 +28,7 @@ from maniple.plan import report, scaling, time_report, what_if
 from maniple.plan.imbalance import Imbalance
 from maniple.plan.simulator import StageCost
 from maniple.plan.stage_time import stage_time
+from maniple.plan.stages import MOST_GPUS
 from maniple.plan.time import make_job, simulated_step
 from maniple.plan.whole_file import write_new
 
@@ -225,7 +226,7 @@ def _exposed(tasks: Sequence[tuple[str, StageCost]], seconds: float) -> float:
 
 
 def _scaling(asked: Asked) -> dict[str, Any]:
-    sizes = scaling.sizes(asked.world_size, SCALES * asked.world_size)
+    sizes = scaling.sizes(asked.world_size, min(SCALES * asked.world_size, MOST_GPUS))
     uneven = Imbalance.parse(asked.imbalance)
     curves = [scaling.scale(asked.config, asked.card, asked.gpu, sizes, kind, uneven) for kind in ("weak", "strong")]
     return {

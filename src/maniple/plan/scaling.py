@@ -16,6 +16,7 @@ from maniple.models.card import ModelCard
 from maniple.plan import memory
 from maniple.plan.imbalance import Imbalance
 from maniple.plan.profile import profile_of
+from maniple.plan.stages import check_number
 from maniple.plan.time import estimate
 
 BEND = 0.9  # of the first size's speed a GPU
@@ -51,11 +52,13 @@ class Point:
 
 
 def sizes(first: int, last: int) -> list[int]:
-    """first, twice as many, ... up to last. Raises UserError for less than one GPU and a last below the first."""
+    """first, twice as many, ... up to last. Raises UserError for less than one GPU, a last below the first, and more
+    GPUs than `stages.MOST_GPUS`."""
     if first < 1:
         raise UserError(f"--from {first}: a job has at least one GPU")
     if last < first:
         raise UserError(f"--to {last} is less than --from {first}: give the larger size last")
+    check_number(last)
     out = [first]
     while out[-1] * 2 <= last:
         out.append(out[-1] * 2)

@@ -22,7 +22,7 @@ from maniple.plan.search_bounds import Bounds
 from maniple.plan.search_groups import Legal, Opened, Space
 from maniple.plan.search_recompute import fewest
 from maniple.plan.search_space import Layout
-from maniple.plan.stages import Placement, place
+from maniple.plan.stages import Placement, check_number, place
 from maniple.plan.time import StepTime, estimate, make_job
 
 # shares of a GPU's memory below which the best layout is looked for too
@@ -123,8 +123,9 @@ def search(
     `moe.overlap_exchange`, for layouts that could gain most by it. known: of the same job on another number of GPUs
     (`Found.bounds`), whose layers' figures are then not made again.
 
-    Raises UserError, in one line, if no layout is legal.
+    Raises UserError, in one line, if no layout is legal, and for more GPUs than `stages.MOST_GPUS`.
     """
+    check_number(world_size)  # before all layouts of so many are listed
     costing = _Costing(config, card, gpu, world_size, imbalance or Imbalance())
     whole = gpu.usable_bytes
     space = Space(config, card, gpu, world_size, held)

@@ -7,7 +7,10 @@ from dataclasses import dataclass, replace
 
 from maniple.config.check import check, data_parallel_size, pipeline_stages
 from maniple.config.schema import TrainConfig
+from maniple.errors import UserError
 from maniple.models.card import ModelCard
+
+MOST_GPUS = 131_072  # more than one job has had; a search of as many ends in half a minute, of more without limit
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,16 @@ class Placement:
         return next(stage for stage in self.stages if layer in stage.layers or layer - decoder in stage.mtp)
 
 
+def check_number(gpus: int) -> None:
+    """Raises UserError for more GPUs than a plan is made of."""
+    if gpus > MOST_GPUS:
+        raise UserError(f"{gpus:,} GPUs: the planner answers for at most {MOST_GPUS:,} of a job")
+
+
 def place(config: TrainConfig, card: ModelCard, world_size: int) -> Placement:
-    """Raises UserError, in one line, for a job that cannot run on `world_size` ranks (`maniple.config.check`)."""
+    """Raises UserError, in one line, for a job that cannot run on `world_size` ranks (`maniple.config.check`), and for
+    more than `MOST_GPUS`."""
+    check_number(world_size)
     check(config, card, world_size)
     parallel = config.parallel
     texts, chunks = pipeline_stages(config, card)
