@@ -333,5 +333,13 @@ def test_overlap_is_found_where_it_wins(hidden, monkeypatch):
     job = search_report.job_of(found.best)
     assert job.get("moe", {}).get("overlap_exchange", False) == best.overlap
     assert job["parallel"]["overlap_param_gather"] != best.overlap
+    (row,) = search_report.rows(found)
+    assert row[search_report.HEADINGS.index("EP")] == ("8 +" if best.overlap else "8")
+    assert search_report.of_fewer(found, []) == ["+: exchange overlapped (moe.overlap_exchange)"] * best.overlap
+    assert ("moe.overlap_exchange" in search_report.as_json(found)["best"]["settings"]) == best.overlap
     stays = search(config, card, gpu, 16, held=[*held, "moe.overlap_exchange"], ceilings=(), program=False)
     assert not stays.best.config.moe.overlap_exchange
+    if best.overlap:  # a job's own is marked and said too
+        own = search(found.best.config, card, gpu, 16, held=held, ceilings=(), program=False)
+        assert search_report.rows(own)[0][search_report.HEADINGS.index("EP")] == "8 +"
+        assert search_report.settings(own.best)["moe.overlap_exchange"]

@@ -23,11 +23,15 @@ from maniple.plan.time import estimate
 from maniple.plan.whole_file import write_new
 
 HEADINGS = [
-    *("GPUs", "TP", "PP", "chunks", "CP", "EP", "ETP", "DP", "micro-batch", "recompute"),
+    *("GPUs", "TP", "PP", "chunks", "CP", "EP", "ETP", "DP", "MBS", "recompute"),
     *("seconds", "tokens/s", "TGS", "*", "MFU", "GiB", "of GPU", "stages"),
 ]
 WORDS = ("recompute", "*", "stages")  # columns that are no numbers
-SPARE = ("stages", "ETP", "CP", "MFU", "tokens/s", "of GPU", "DP")  # that a narrow terminal does without
+# that a narrow terminal does without; 80 columns have ETP, in which alone layouts may differ
+SPARE = (
+    *("stages", "CP", "MFU", "tokens/s", "of GPU", "DP", "*", "chunks", "MBS", "recompute", "TGS"),
+    *("ETP", "EP", "PP", "TP"),
+)
 _PARTS = 4  # of a difference, the largest that are named
 _NOTHING = 1e-4  # share of the whole
 _WORTH = 0.02  # share of a GPU's memory from which a way to free it is named
@@ -48,7 +52,7 @@ def settings(costed: Costed) -> dict[str, Any]:
     values = {
         f"{section}.{key}": getattr(getattr(config, section), key) for section, keys in chosen.items() for key in keys
     }
-    if costed.layout.overlap:
+    if config.moe.overlap_exchange:
         values |= {"moe.overlap_exchange": True, "parallel.overlap_param_gather": False}
     recompute = config.recompute
     values["recompute.num_layers"] = recompute.num_layers
@@ -133,7 +137,8 @@ def rows(found: Found, others: Sequence[Fewer] = ()) -> list[list[str]]:
         [
             f"{one.where.world_size:,}",
             *map(str, (one.layout.tensor, one.layout.pipeline, one.layout.chunks, one.where.context)),
-            *map(str, (one.layout.expert, one.layout.expert_tensor, one.where.data)),
+            f"{one.layout.expert}" + (" +" if one.config.moe.overlap_exchange else ""),
+            *map(str, (one.layout.expert_tensor, one.where.data)),
             str(one.layout.micro_batch),
             _recompute(one.config),
             three_digits(one.time.seconds),
@@ -150,17 +155,18 @@ def rows(found: Found, others: Sequence[Fewer] = ()) -> list[list[str]]:
 
 
 def of_fewer(found: Found, others: Sequence[Fewer]) -> list[str]:
-    """What the table does not say of fewer GPUs: lines beneath it."""
-    if not others:
-        return []
+    """What the table's marks mean, and what it does not say of fewer GPUs: lines beneath it."""
     table = search_fewer.table(found, others)
+    marks = ["+: exchange overlapped (moe.overlap_exchange)"] * any(one.config.moe.overlap_exchange for one in table)
+    if not others:
+        return marks
     wrong = itertools.groupby((one for one in others if one.why), lambda one: one.why)
     lines = [f"{', '.join(f'{one.world_size:,}' for one in alike)} GPUs: {why}" for why, alike in wrong]
     if len({one.where.world_size for one in table}) > 1:
         lines.insert(0, "*: most tokens/s a GPU (TGS) of the rows on as few GPUs with as little memory")
     if found.best is not None and found.best not in table:
         lines.append(f"the best on {found.world_size:,} GPUs is left out: fewer with no more memory take no longer")
-    return lines
+    return [*marks, *lines]
 
 
 def searched(found: Found) -> str:
