@@ -6,11 +6,17 @@ import pytest
 import rich.console
 
 from maniple.commands import print_table
-from maniple.plan import search_report
+from maniple.plan import report, scaling, search_report
 
 _WIDE = ["1,024", "8", "16", "8", "2", "64", "8", "64", "8", "16 a chunk", "0.0191", "2,813,440", "107,053", "*"]
 _WIDE += ["25.5%", "287.6", "100%", "Et*3|t*3|(tt|)*21,L"]
+_RANK = ["15 *", "E 0-1 · 8-9 · 16-17 · 24-25 · 32-33 · 40-41", "12.34B", *["104.56"] * 6, "1,139.77", "100%"]
+_POINT = ["strong", "131,072", "65,536", "1,024", "0.0191", "107,053", "100.0%", "10%", "1,164.0", "yes"]
 SEARCH = search_report.HEADINGS, _WIDE, search_report.WORDS, search_report.SPARE
+
+_HEADINGS = ["rank", "holds", "parameters", "weights", "gradients", "optimizer", "activations", "working", "device"]
+RANKS = [*_HEADINGS, "total GiB", "of GPU"], _RANK, ("rank", "holds"), report.SPARE
+SCALING = scaling.HEADINGS, _POINT, ("scaling", "fits"), scaling.SPARE
 
 
 @pytest.fixture
@@ -28,7 +34,7 @@ def shown(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("width", [200, 80, 60, 50, 40, 30])
-@pytest.mark.parametrize("table", [SEARCH], ids=["search"])
+@pytest.mark.parametrize("table", [SEARCH, RANKS, SCALING], ids=["search", "ranks", "scaling"])
 def test_columns_are_whole_or_named(table, width, shown):
     lines = shown(width, *table).splitlines()
     headings, cells, *_ = table

@@ -208,7 +208,11 @@ def kinds_of(rank: RankMemory) -> dict[str, int]:
 
 
 _WIDEST = 60
-SPARE = ("parameters", "device", "working", "activations")  # columns that a narrow terminal does without
+# columns that a narrow terminal does without
+SPARE = (
+    *("parameters", "device", "working", "activations", "holds"),
+    *("optimizer", "gradients", "weights", "of GPU"),
+)
 _UNITS = {"GiB": 2**30, "MiB": 2**20}
 
 

@@ -175,7 +175,8 @@ def milliseconds(seconds: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
-SPARE = ("idle", "micro-batches", "batch", "tokens/s a GPU")  # columns that a narrow terminal does without
+# columns that a narrow terminal does without
+SPARE = ("idle", "micro-batches", "batch", "tokens/s a GPU", "GiB", "fits", "seconds")
 HEADINGS = [
     "scaling",
     "GPUs",
