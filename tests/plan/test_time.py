@@ -15,7 +15,7 @@ from maniple.hardware import efficiency, list_gpus, load_gpu
 from maniple.hardware.efficiency import load_efficiency, load_software
 from maniple.models import list_cards, load_card
 from maniple.models.flops import layer_flops_per_token, training_flops_per_token
-from maniple.plan import operators, time_report
+from maniple.plan import operators, time_report, what_if
 from maniple.plan.imbalance import BALANCED, Imbalance
 from maniple.plan.operators import Machine, Parts
 from maniple.plan.simulator import StageCost
@@ -416,6 +416,17 @@ def test_gradients_go_in_buckets_each_with_its_own_latency():
     assert reduction(overlapped, StageCost(0, 0)) == pytest.approx(
         wire + (11 * hops[64] + 100 * hops[8]) * 1e-6, rel=1e-9
     )
+
+
+@pytest.mark.parametrize(("asked", "said"), [("1.2000", "1.2"), ("1.3333", "1.33"), ("5", "5")])
+def test_a_load_is_written_alike_everywhere(asked, said):
+    uneven = Imbalance.parse(asked)
+    step = _estimate(options={"imbalance": uneven})
+    assert time_report.notes(step)[0] == f"the fullest rank's experts have {said} times the mean load"
+    alone = _estimate(parallel={"expert_parallel_size": 1}, options={"imbalance": uneven})
+    assert time_report.notes(alone)[0].startswith(f"imbalance {said}: planned at 1, ")
+    grid = what_if.grid(_config(), QWEN, H200, 8, asked, most_plans=2)
+    assert f"{said} × the mean" in [value.label for value in grid.axes[-1].values]
 
 
 def test_a_plan_in_words(tmp_path):

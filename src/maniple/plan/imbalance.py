@@ -70,6 +70,11 @@ class Imbalance:
 BALANCED = Imbalance("balanced")
 
 
+def in_words(factor: float) -> str:
+    """`1.2`, `1.09`: a load over the mean, to hundredths."""
+    return f"{round(factor, 2):g}"
+
+
 @cache
 def _sampled(kind: str, parameter: float, seed: int, num_experts: int, ranks: int, layers: int = 512) -> float:
     import numpy as np

@@ -18,7 +18,7 @@ from maniple.models.card import ModelCard
 from maniple.models.flops import training_flops_per_token
 from maniple.plan import parameters, schedules
 from maniple.plan.exchange import Network
-from maniple.plan.imbalance import Imbalance
+from maniple.plan.imbalance import Imbalance, in_words
 from maniple.plan.operators import Machine, Parts, host_seconds, optimizer_seconds
 from maniple.plan.simulator import Simulation, StageCost, simulate
 from maniple.plan.stage_time import MODULES, Graphs, Job, stage_time
@@ -156,7 +156,7 @@ def _assumptions(job: Job) -> Iterator[str]:
             if ranks > 1
             else "every rank has all experts, and an uneven router costs it nothing"
         )
-        yield f"imbalance {asked.parameter:g}: planned at {ranks}, since with EP {ranks} {why}"
+        yield f"imbalance {in_words(asked.parameter)}: planned at {ranks}, since with EP {ranks} {why}"
     if (fabric := job.machine.gpu.fabric) is not None:
         yield f"fabric: pods of {fabric.pod_gpus:,} GPUs, {fabric.taper:.0%} of their NICs' rate between them"
     for group, other in job.machine.efficiency.borrowed.items():

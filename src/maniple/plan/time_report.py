@@ -10,7 +10,7 @@ from maniple.config.schema import TrainConfig
 from maniple.hardware.card import GPU
 from maniple.hardware.units import three_digits
 from maniple.models.card import ModelCard
-from maniple.plan.imbalance import Imbalance
+from maniple.plan.imbalance import Imbalance, in_words
 from maniple.plan.time import StepTime, make_job, simulated_step
 from maniple.plan.timeline import trace_events
 from maniple.plan.whole_file import write_new
@@ -41,8 +41,8 @@ def rows(time: StepTime) -> list[list[str]]:
 
 def notes(time: StepTime) -> list[str]:
     """What an estimate stands on that is not the GPU's own."""
-    load = f"the fullest rank's experts have {time.load_factor:.2f} times the mean load" if time.load_factor > 1 else ""
-    return [*([load] if load else []), *time.assumptions]
+    load = f"the fullest rank's experts have {in_words(time.load_factor)} times the mean load"
+    return [*([load] if time.load_factor > 1 else []), *time.assumptions]
 
 
 def as_json(time: StepTime) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from maniple.config.schema import RecomputeConfig, TrainConfig
 from maniple.errors import UserError
 from maniple.hardware.card import GPU
 from maniple.models.card import ModelCard
-from maniple.plan.imbalance import Imbalance
+from maniple.plan.imbalance import Imbalance, in_words
 from maniple.plan.report import MemoryPlan, memory_plan
 from maniple.plan.search_space import balanced_stages, layout_text
 from maniple.plan.stages import Placement, place
@@ -264,7 +264,7 @@ def _sequences(size: int) -> str:
 
 def _load(text: str) -> str:
     try:
-        return f"{float(text):g} × the mean"
+        return f"{in_words(float(text))} × the mean"
     except ValueError:
         return text
 
