@@ -17,6 +17,7 @@ from maniple.hardware.efficiency import load_software
 from maniple.hardware.units import three_digits
 from maniple.plan import search_report, search_stages
 from maniple.plan.imbalance import Imbalance
+from maniple.plan.report import band
 from maniple.plan.search import _bounds, _Costing, search
 from maniple.plan.search_linear import Cut, Linear, Moment, Run, linear_of
 from maniple.plan.search_program import solve
@@ -275,6 +276,23 @@ def test_it_beats_the_heuristic_and_says_so(capfd):
     assert capfd.readouterr() == ("", "")  # the solver prints nothing
     again = search(config, card, gpu, 8, held=held)
     assert again.best.layout == best.layout
+
+
+def test_rows_beneath_the_best_are_certain_to_fit():
+    """Where the best without programs, which is smaller, is as near to the GPU's memory as the best."""
+    held = {"tensor_parallel_size": 1, "pipeline_parallel_size": 4, "virtual_pipeline_size": 6}
+    sets = [f"parallel.{key}={size}" for key, size in held.items()]
+    gpu = load_gpu("h200-sxm").model_copy(update={"memory_gb": 130})
+    found = search(
+        *_job("qwen3-30b-a3b", "train.global_batch_size=64", *sets), gpu, 8, held=[f"parallel.{key}" for key in held]
+    )
+    best, *rows = found.pareto
+    before = found.programs.before
+    for one in (best, before):
+        assert band(one.memory.total)[1] > gpu.memory_bytes
+    assert before.memory.total < best.memory.total
+    assert rows[0].memory.total > 0.9 * gpu.memory_bytes
+    assert all(band(row.memory.total)[1] <= gpu.memory_bytes for row in rows)
 
 
 def test_every_shape_is_tried_once():

@@ -18,6 +18,7 @@ from maniple.plan import memory, search_overlap, search_space, search_stages
 from maniple.plan.imbalance import Imbalance
 from maniple.plan.memory import RankMemory
 from maniple.plan.profile import profile_of
+from maniple.plan.report import BELOW
 from maniple.plan.search_bounds import Bounds
 from maniple.plan.search_groups import Legal, Opened, Space
 from maniple.plan.search_recompute import fewest
@@ -25,8 +26,8 @@ from maniple.plan.search_space import Layout
 from maniple.plan.stages import Placement, check_number, place
 from maniple.plan.time import StepTime, estimate, make_job
 
-# shares of a GPU's memory below which the best layout is looked for too
-CEILINGS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
+# shares of a GPU's memory below which the best layout is looked for too; the first keeps the error band in it
+CEILINGS = (1 - BELOW, 0.9, 0.8, 0.7, 0.6, 0.5)
 
 _OVERLAPPED = 12  # layouts that are planned with overlapped exchange at most
 _WORTH = 0.01  # share of a step that fewer recomputed layers have to save, for the memory that they take
