@@ -20,6 +20,7 @@ from maniple import __version__
 from maniple.commands import AsJson, Command, Group, convert, models, plan, plan_calibrate, plan_scale, plan_search
 from maniple.errors import UserError
 from maniple.launch import worker
+from maniple.terminal import prepare_output
 
 app = typer.Typer(
     name="maniple",
@@ -321,9 +322,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command line and returns its exit code; a user's mistake becomes one line on standard error."""
     if sys.stdout is None:  # closed by who started this
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for as long as the process lives)
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a letter that the terminal lacks is no reason to stop
-            stream.reconfigure(errors="replace")
+    prepare_output()
     try:
         code = app(arguments, prog_name="maniple", standalone_mode=False)
         sys.stdout.flush()

@@ -71,7 +71,7 @@ def waiting(what: str) -> Iterator[Callable[[str], None]]:
     if not console.is_terminal:
         yield lambda part: None
         return
-    with console.status(what) as status:
+    with console.status(what, spinner="line") as status:  # in ASCII
         yield lambda part: status.update(f"{what}: {part}")
 
 

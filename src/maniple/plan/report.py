@@ -157,7 +157,7 @@ def rank_rows(plan: MemoryPlan) -> list[list[str]]:
         rows.append(
             [
                 f"{rank.rank}" + (" *" if rank.rank == plan.tightest.rank else ""),
-                chunks if len(chunks) <= _WIDEST else chunks[: _WIDEST - 1] + "…",
+                chunks if len(chunks) <= _WIDEST else chunks[: _WIDEST - 3] + "...",
                 f"{rank.parameters.total / 1e9:.2f}B" if unit == "GiB" else f"{rank.parameters.total / 1e6:.2f}M",
                 *(_in(unit, size) for size in kinds_of(rank).values()),
                 _in(unit, rank.total),

@@ -1,0 +1,27 @@
+"""What may stand on a terminal: our letters in ASCII where it has no others, and names without control bytes."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import sys
+
+# every letter beyond ASCII that a command prints; `|` is also what pipeline layouts have between stages
+_ASCII = {"·": "|", "×": "x", "…": "...", "–": "-", "−": "-", "’": "'", "≥": ">=", "≤": "<=", "²": "^2", "³": "^3"}
+
+
+def _stand_in(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(_ASCII.get(letter, "?") for letter in error.object[error.start : error.end]), error.end
+
+
+def prepare_output() -> None:
+    """A letter that standard output or error lacks is no reason to stop. Python writes UTF-8 where LC_ALL asks for C,
+    which is ASCII."""
+    codecs.register_error("maniple", _stand_in)
+    asked_for = os.environ.get("PYTHONIOENCODING") or os.environ.get("PYTHONUTF8")
+    encoding = "ascii" if os.environ.get("LC_ALL") in ("C", "POSIX") and not asked_for else None
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(encoding=encoding, errors="maniple")
