@@ -69,9 +69,6 @@ def test_the_simulated_pipeline_is_written_for_perfetto(capsys, tmp_path):
         assert cli.main([*QWEN, "--pipeline-trace", str(there)]) == 2
         assert capsys.readouterr().err.count("\n") == 1
     assert json.loads(file.read_text(encoding="utf-8"))["traceEvents"] == events
-    both = str(tmp_path / "both")
-    assert cli.main([*QWEN, "--pipeline-trace", both, "--report", both]) == 2
-    assert "give one another name" in capsys.readouterr().err
 
 
 def test_no_rank_has_more_than_all_tokens(capsys):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Annotated
 
 import typer
@@ -81,11 +82,30 @@ def given(*options: tuple[str, object]) -> list[str]:
 
 
 def check_target(option: str, file: Path) -> None:
-    """Raises UserError if what `option` asks for cannot be written to `file`: something is there, or no folder is."""
+    """Raises UserError if what `option` asks for cannot be written to `file`, before any work: something is there, no
+    folder is, or the folder takes no file."""
+    folder = file.absolute().parent
     try:
-        if file.exists():
-            raise UserError(f"{option} {file}: it exists already: give another name")
-        if not file.absolute().parent.is_dir():
-            raise UserError(f"{option} {file}: there is no folder {file.parent}")
-    except OSError as error:  # a name that no file can have
-        raise UserError(f"{option} {file}: {error.strerror}") from None
+        if not folder.is_dir():
+            raise UserError(f"{option} {file}: there is no folder {file.parent}: give another name")
+        with suppress(FileNotFoundError):
+            file.lstat()  # unlike `exists` it sees links to nowhere, and names that no file can have
+            what = "it is a folder: give a file's name" if file.is_dir() else "it exists already: give another name"
+            raise UserError(f"{option} {file}: {what}")
+        with TemporaryFile(dir=folder):  # the surest test of rights, quotas and read-only mounts
+            pass
+    except OSError as error:
+        raise UserError(f"{option} {file}: it cannot be written: {error.strerror}: give another name") from None
+
+
+def check_targets(*targets: tuple[str, Path | None]) -> None:
+    """`check_target` of each (option, file) that is given; UserError too if two mean the same file."""
+    taken: dict[Path, str] = {}
+    for option, file in targets:
+        if file is None:
+            continue
+        check_target(option, file)
+        meant = file.resolve()  # one file has many spellings
+        if meant in taken:
+            raise UserError(f"{taken[meant]} and {option} are both {meant}: give one another name")
+        taken[meant] = option

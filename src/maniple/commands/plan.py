@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from maniple.commands import AsJson, Command, Group, check_target, given, print_table, waiting
+from maniple.commands import AsJson, Command, Group, check_targets, given, print_table, waiting
 from maniple.commands.planned import (
     EVEN_ENOUGH,
     SEQUENCE,
@@ -98,11 +98,7 @@ def job(
             raise UserError(f"--schedule {schedule} is simulated only, and {option} is of the engine's: leave one out")
     uneven = Imbalance.parse(imbalance)
     card_of_gpu = gpu_named(gpu, gpus, calibration, fabric)
-    for option, file in (("--pipeline-trace", pipeline_trace), ("--report", report_)):
-        if file is not None:
-            check_target(option, file)
-    if report_ is not None and pipeline_trace is not None and report_.absolute() == pipeline_trace.absolute():
-        raise UserError(f"--report and --pipeline-trace are both {report_}: give one another name")
+    check_targets(("--report", report_), ("--pipeline-trace", pipeline_trace))
     model = model_asked_for(model, config, set_ or [])
     loaded = load(config, [*(set_ or []), f"model.card={json.dumps(model, ensure_ascii=False)}"])
     config_, assumed = _with_batch(loaded, gpus)

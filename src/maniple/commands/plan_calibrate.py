@@ -32,6 +32,8 @@ def calibrate(
     """Measure this GPU for a minute; `maniple plan --calibration FILE` then takes that for its card's figures."""
     if device not in ("gpu", "cpu"):
         raise UserError(f"--device {device}: give gpu or cpu")
+    if out is not None:
+        check_target("--out", out)
     import torch
 
     if device == "gpu" and not torch.cuda.is_available():
@@ -45,7 +47,6 @@ def calibrate(
     card = measuring.card_of(where, None if gpu is None else gpu_named(gpu).name)
     if out is None and card is not None:
         out = Path(f"calibration-{card.name}.yaml")
-    if out is not None:
         check_target("--out", out)
     progress, began = Progress("calibrate"), time.monotonic()
     try:

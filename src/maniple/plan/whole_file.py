@@ -11,7 +11,7 @@ from maniple.errors import UserError
 
 def write_new(option: str, file: Path, text: str) -> None:
     """Raises UserError, with the option that asked for the file, if it cannot be written or is there already."""
-    fresh = file.with_name(f".{file.name}.{os.getpid()}")
+    fresh = file.with_name(f".maniple-{os.getpid()}")  # shorter than the longest that `file` may have
     try:
         with open(fresh, "w", encoding="utf-8") as out:
             out.write(text)
