@@ -20,7 +20,7 @@ from maniple import __version__
 from maniple.commands import AsJson, Command, Group, convert, models, plan, plan_calibrate, plan_scale, plan_search
 from maniple.errors import UserError
 from maniple.launch import worker
-from maniple.terminal import prepare_output
+from maniple.terminal import in_one_line, prepare_output
 
 app = typer.Typer(
     name="maniple",
@@ -365,4 +365,4 @@ def _is_output(error: Exception) -> bool:
 
 
 def _complain(message: str) -> None:
-    print(f"maniple: error: {' '.join(message.splitlines())}", file=sys.stderr)
+    print(f"maniple: error: {in_one_line(message)}", file=sys.stderr)

@@ -25,3 +25,9 @@ def prepare_output() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding=encoding, errors="maniple")
+
+
+def in_one_line(message: str) -> str:
+    """A message whose names may hold anything: control bytes, which could clear the screen, as Python writes them."""
+    line = " ".join(part.strip() for part in message.splitlines())
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in line)

@@ -18,6 +18,7 @@ from maniple import cli
 from maniple.commands import print_table
 
 QWEN = ["plan", "qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200", "--set", "parallel.expert_parallel_size=8"]
+GPUS = ["--gpus", "8", "--gpu", "h200"]
 SEARCH = ["search", "qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200"]
 
 
@@ -199,6 +200,14 @@ def test_mistakes_are_one_line(words, said, capsys):
     assert err.startswith("maniple: error: ")
     assert err.count("\n") == 1
     assert said in err
+
+
+@pytest.mark.parametrize("words", [["a\x1b[2J.yaml", *GPUS], ["m", *GPUS, "--config", "a\x1b[2J.yaml"], ["--a\x1b[2J"]])
+def test_control_bytes_of_names_do_not_reach_the_terminal(words, capsys):
+    assert cli.main(["plan", *words]) == 2
+    err = capsys.readouterr().err
+    assert "a\\x1b[2J" in err
+    assert err.rstrip("\n").isprintable()
 
 
 def test_an_uneven_router_needs_more(capsys):
