@@ -117,6 +117,26 @@ def test_a_job_that_does_not_fit_says_what_would_help(capsys):
     assert helped["host_per_node"] == 4 * sum(host.values())
 
 
+def test_overrides_of_a_section_are_those_of_its_keys(capsys):
+    """The command to copy says batch and sequence once, and no layout; an option beside other keys is no mistake."""
+    one_each = ["parallel.expert_parallel_size=4", "train.global_batch_size=32", "optimizer.offload_fraction=0.5"]
+    sections = [
+        "parallel={expert_parallel_size: 4}",
+        "train={global_batch_size: 32}",
+        "optimizer={offload_fraction: 0.5}",
+    ]
+    words = ["plan", "qwen3-30b-a3b", "--gpus", "4", "--gpu", "h200", "--imbalance", "4"]
+    plans = [
+        planned(capsys, *words, *(word for text in sets for word in ("--set", text))) for sets in (one_each, sections)
+    ]
+    assert plans[0] == plans[1]
+    assert plans[0]["advice"].endswith(
+        "--global-batch-size 32 --imbalance 4 --set optimizer.offload_fraction=0.5` looks for another layout"
+    )
+    found = planned(capsys, "plan", *SEARCH, "--global-batch-size", "64", "--set", "train={micro_batch_size: 2}")
+    assert found["assumed"] == {"data.sequence_length": 4096}
+
+
 def test_what_is_enough_alone_is_not_asked_for_twice(capsys):
     """Full recomputation alone makes it fit."""
     words = [*QWEN, "--imbalance", "8"]
@@ -170,6 +190,16 @@ def test_emulated_mxfp8_keeps_no_copies(capsys):
             [*SEARCH, "--global-batch-size", "64", "--set", "train.global_batch_size=32"],
             "--global-batch-size 64 and --set train.global_batch_size=... say the same twice",
         ),
+        (
+            [*SEARCH, "--sequence-length", "64", "--set", "data={split: null, sequence_length: 32}"],
+            "--sequence-length 64 and --set data.sequence_length=... say the same twice",
+        ),
+        (
+            [*SEARCH, "--global-batch-size", "64", "--set", " train = {global_batch_size: 32}"],
+            "--global-batch-size 64 and --set train.global_batch_size=... say the same twice",
+        ),
+        ([*SEARCH, "--set", "model={card: mixtral-8x7b}"], "--set model.card=...: name the model as MODEL"),
+        ([*SEARCH, "--set", "data={sequence_length: ["], "command line: data: "),
         (["qwen3-30b-a3b", "--gpus", "8", "--gpu", ""], "no GPU card is named ''"),
         (["qwen3-30b-a3b", "--gpus", "0", "--gpu", "h200"], "--gpus 0: a job has at least one GPU"),
         (["qwen3-30b-a3b", "--gpus", "-8", "--gpu", "h200"], "--gpus -8"),

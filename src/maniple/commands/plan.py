@@ -22,6 +22,7 @@ from maniple.commands.planned import (
     gpu_named,
     job_to_plan,
     model_asked_for,
+    one_key_each,
     say_long,
 )
 from maniple.errors import UserError
@@ -99,8 +100,9 @@ def job(
     uneven = Imbalance.parse(imbalance)
     card_of_gpu = gpu_named(gpu, gpus, calibration, fabric)
     check_targets(("--report", report_), ("--pipeline-trace", pipeline_trace))
-    model = model_asked_for(model, config, set_ or [])
-    loaded = load(config, [*(set_ or []), f"model.card={json.dumps(model, ensure_ascii=False)}"])
+    sets = one_key_each(set_ or [])
+    model = model_asked_for(model, config, sets)
+    loaded = load(config, [*sets, f"model.card={json.dumps(model, ensure_ascii=False)}"])
     config_, assumed = _with_batch(loaded, gpus)
     card = resolve_card(config_)
     say_long(config_, card)
@@ -109,12 +111,12 @@ def job(
     help_ = (
         None
         if simulated
-        else advice(plan, uneven, schedule, _for_search(config, calibration, fabric, imbalance, set_, config_))
+        else advice(plan, uneven, schedule, _for_search(config, calibration, fabric, imbalance, sets, config_))
     )
     best = None
-    if config is None and gpus > 1 and not simulated and not any(_is_layout(text) for text in set_ or []):
+    if config is None and gpus > 1 and not simulated and not any(_is_layout(text) for text in sets):
         with waiting("looking for the best layout"):
-            best = _best(model, set_ or [], config_, card_of_gpu, gpus, imbalance, calibration)
+            best = _best(model, sets, config_, card_of_gpu, gpus, imbalance, calibration)
     ranks: list[int | None] = [*(trace_rank or [])] or ([None] if trace else [])
     traced = [_traced(plan, rank) for rank in ranks]
     if pipeline_trace is not None:
@@ -130,7 +132,7 @@ def job(
 
         words = ["maniple", "plan", model, "--gpus", str(gpus), "--gpu", gpu]
         words += given(("--config", config), ("--calibration", calibration), ("--fabric", fabric))
-        words += given(*(("--set", text) for text in set_ or []))
+        words += given(*(("--set", text) for text in sets))
         words += given(*(("--set", f"{key}={value}") for key, value in assumed.items()))
         more = tuple(line for line in (help_, best) if line is not None)
         asked = html_report.Asked(config_, card, card_of_gpu, gpus, imbalance, words, assumed, more)
@@ -178,7 +180,7 @@ def _is_layout(text: str) -> bool:
     """Whether an override is of what the search chooses: sizes, stages, recomputation, overlapped exchange."""
     key = text.partition("=")[0].strip()
     sizes = ("_parallel_size", ".virtual_pipeline_size", ".pipeline_layout")
-    return key.startswith("recompute") or key in ("parallel", "moe.overlap_exchange") or key.endswith(sizes)
+    return key.startswith("recompute") or key == "moe.overlap_exchange" or key.endswith(sizes)
 
 
 def _best(model: str, sets: list[str], config, gpu, gpus: int, imbalance: str, calibration: Path | None) -> str:
@@ -205,10 +207,10 @@ def _best(model: str, sets: list[str], config, gpu, gpus: int, imbalance: str, c
 
 
 def _for_search(
-    config: Path | None, calibration: Path | None, fabric: object, imbalance: str, sets: list[str] | None, job
+    config: Path | None, calibration: Path | None, fabric: object, imbalance: str, sets: list[str], job
 ) -> list[str]:
     """Options of `maniple plan search` for the same tokens: without those of the layout."""
-    some = [text for text in sets or [] if text.partition("=")[0].strip() not in _BATCH and not _is_layout(text)]
+    some = [text for text in sets if text.partition("=")[0].strip() not in _BATCH and not _is_layout(text)]
     words = given(("--config", config), ("--calibration", calibration), ("--fabric", fabric))
     words += ["--global-batch-size", str(job.train.global_batch_size)]
     if config is not None or job.data.sequence_length != SEQUENCE:

@@ -61,6 +61,26 @@ def gpu_named(name: str, count: int = 1, calibration: Path | None = None, fabric
     return card if calibration is None else with_calibration(card, calibration)
 
 
+def one_key_each(sets: list[str]) -> list[str]:
+    """Overrides of whole sections as those of their keys, so that rules about a key see it: `data={sequence_length:
+    64}` is `data.sequence_length=64`."""
+    from maniple import yamlfile
+    from maniple.config.schema import TrainConfig
+
+    every: list[str] = []
+    for text in sets:
+        section, _, value = text.partition("=")
+        section = section.strip()
+        content = None
+        if section in TrainConfig.model_fields:
+            content = yamlfile.parse(value, f"command line: {section}").data
+        if isinstance(content, dict):
+            every += [f"{section}.{key}={json.dumps(each, ensure_ascii=False)}" for key, each in content.items()]
+        else:
+            every.append(text)
+    return every
+
+
 def model_asked_for(model: str | None, config: Path | None, sets: list[str]) -> str:
     """MODEL, or the one that the job file names; says on standard error where they differ. UserError if neither is
     given, if MODEL is a job file, or if an override names a model too."""
@@ -125,6 +145,7 @@ def job_to_plan(
     from maniple.config.check import resolve_card
     from maniple.config.load import PRESETS, load
 
+    sets = one_key_each(sets)
     model = model_asked_for(model, config, sets)
     _only_once(sets, ("--global-batch-size", batch, "train.global_batch_size"))
     _only_once(sets, ("--sequence-length", length, "data.sequence_length"))
