@@ -190,6 +190,19 @@ def test_emulated_mxfp8_keeps_no_copies(capsys):
             [*SEARCH, "--global-batch-size", "64", "--set", "train.global_batch_size=32"],
             "--global-batch-size 64 and --set train.global_batch_size=... say the same twice",
         ),
+        (["", *GPUS], "MODEL is empty: name a model card"),
+        (["qwen3-30b-a3b", *GPUS, "--config", ""], "'--config': it is empty: give a file's name"),
+        (["qwen3-30b-a3b", *GPUS, "--calibration", ""], "'--calibration': it is empty: give a file's name"),
+        (["qwen3-30b-a3b", *GPUS, "--report", ""], "'--report': it is empty: give a file's name"),
+        (["qwen3-30b-a3b", *GPUS, "--pipeline-trace", ""], "'--pipeline-trace': it is empty: give a file's name"),
+        ([*SEARCH, "--config", ""], "'--config': it is empty: give a file's name"),
+        ([*SEARCH, "--write", ""], "'--write': it is empty: give a file's name"),
+        (["scale", *SEARCH[1:2], "--config", ""], "'--config': it is empty: give a file's name"),
+        (["calibrate", "--out", "", "--device", "cpu"], "'--out': it is empty: give a file's name"),
+        (
+            [*GPUS, "--config", "src/maniple/config/presets/pretrain.yaml"],
+            "pretrain.yaml has no model.card: set it there, or name MODEL",
+        ),
         (
             [*SEARCH, "--sequence-length", "64", "--set", "data={split: null, sequence_length: 32}"],
             "--sequence-length 64 and --set data.sequence_length=... say the same twice",
@@ -353,6 +366,19 @@ def test_the_command_to_copy_is_of_the_same_job(capsys, tmp_path):
     assert not any("tensor_parallel_size" in word for word in command)
     assert cli.main(command) == 0
     assert "mixtral-8x7b on 8 x h200-sxm, 64 x 4,096 tokens a step" in capsys.readouterr().out
+
+
+def test_a_model_whose_name_begins_with_a_dash_can_be_copied(capsys, tmp_path, monkeypatch):
+    card = Path(maniple.__file__).parent / "models" / "cards" / "qwen3-30b-a3b.yaml"
+    (tmp_path / "-card.yaml").write_text(card.read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "job.yaml").write_text("model: {card: -card.yaml}\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    for named in (["--config", "job.yaml"], ["--", "-card.yaml"]):
+        assert cli.main(["plan", "--gpus", "2", "--gpu", "h200", *named]) == 0
+        command = re.search(r"`maniple (plan search .*?)`", capsys.readouterr().out)[1].split()
+        assert command[2] == "./-card.yaml"
+        assert cli.main(command) == 0
+        assert "qwen3-30b-a3b on 2 x h200-sxm" in capsys.readouterr().out
 
 
 def test_a_scaling_table_fits_eighty_columns(capsys, monkeypatch):

@@ -17,6 +17,13 @@ from maniple.errors import UserError
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output")]
 
 
+def file_named(text: str) -> Path:
+    """A path of the command line. `Path("")` would be the working directory."""
+    if not text:
+        raise typer.BadParameter("it is empty: give a file's name")
+    return Path(text)
+
+
 class _Flags:
     """Flags without a type beside them in the help: they take no value."""
 

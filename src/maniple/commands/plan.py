@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from maniple.commands import AsJson, Command, Group, check_targets, given, print_table, waiting
+from maniple.commands import AsJson, Command, Group, check_targets, file_named, given, print_table, waiting
 from maniple.commands.planned import (
     EVEN_ENOUGH,
     SEQUENCE,
@@ -53,7 +53,9 @@ def job(
     gpus: Annotated[int, typer.Option(help="GPUs of the whole job")],
     gpu: Annotated[str, typer.Option(metavar="NAME", help="GPU card: h200, mi355x, ...")],
     model: Model = None,
-    config: Annotated[Path | None, typer.Option(metavar="FILE", help="job file (YAML); none: the defaults")] = None,
+    config: Annotated[
+        Path | None, typer.Option(parser=file_named, metavar="FILE", help="job file (YAML); none: the defaults")
+    ] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="override one value: parallel.expert_parallel_size=8"),
@@ -68,11 +70,19 @@ def job(
         list[int] | None, typer.Option(metavar="RANK", help="the same of this rank of the job; may be repeated")
     ] = None,
     pipeline_trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="write the simulated pipeline there, for Perfetto or Chrome")
+        Path | None,
+        typer.Option(
+            parser=file_named, metavar="FILE", help="write the simulated pipeline there, for Perfetto or Chrome"
+        ),
     ] = None,
     report_: Annotated[
         Path | None,
-        typer.Option("--report", metavar="FILE", help="write a page there, with plans around this one: HTML, one file"),
+        typer.Option(
+            "--report",
+            parser=file_named,
+            metavar="FILE",
+            help="write a page there, with plans around this one: HTML, one file",
+        ),
     ] = None,
     schedule: Annotated[
         str | None,

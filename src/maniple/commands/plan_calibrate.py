@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from maniple.commands import AsJson, check_target, print_table
+from maniple.commands import AsJson, check_target, file_named, print_table
 from maniple.commands.planned import gpu_named
 from maniple.errors import UserError
 
@@ -18,7 +18,11 @@ from maniple.errors import UserError
 def calibrate(
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="write the calibration there; default: calibration-CARD.yaml, none on a CPU"),
+        typer.Option(
+            parser=file_named,
+            metavar="FILE",
+            help="write the calibration there; default: calibration-CARD.yaml, none on a CPU",
+        ),
     ] = None,
     gpu: Annotated[
         str | None, typer.Option(metavar="NAME", help="GPU card; default: that of the GPU which torch sees")

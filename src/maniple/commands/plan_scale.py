@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from maniple.commands import AsJson, print_table, waiting
+from maniple.commands import AsJson, file_named, print_table, waiting
 from maniple.commands.planned import EVEN_ENOUGH, Load, Measured, Model, Pods, gpu_named, job_to_plan, say_long
 from maniple.errors import UserError
 
@@ -20,7 +20,9 @@ def scale(
     model: Model = None,
     config: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="job file (YAML), whose layout is taken; none: the best at --from"),
+        typer.Option(
+            parser=file_named, metavar="FILE", help="job file (YAML), whose layout is taken; none: the best at --from"
+        ),
     ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one value")] = None,
     global_batch_size: Annotated[int | None, typer.Option(help="sequences a step at --from; default: 8 a GPU")] = None,

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from maniple.commands import AsJson, check_target, given, print_table, waiting
+from maniple.commands import AsJson, check_target, file_named, given, print_table, waiting
 from maniple.commands.planned import EVEN_ENOUGH, Load, Measured, Model, Pods, gpu_named, job_to_plan, say_long
 from maniple.errors import UserError
 
@@ -19,7 +19,8 @@ def search(
     gpu: Annotated[str, typer.Option(metavar="NAME", help="GPU card: h200, mi355x, ...")],
     model: Model = None,
     config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="job file (YAML); none: the preset `pretrain`")
+        Path | None,
+        typer.Option(parser=file_named, metavar="FILE", help="job file (YAML); none: the preset `pretrain`"),
     ] = None,
     set_: Annotated[
         list[str] | None,
@@ -40,7 +41,10 @@ def search(
         float, typer.Option(help="of each GPU's memory that a layout may need; 0.97 keeps the error band inside")
     ] = 1.0,
     write: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="write the best layout there, as a job for `maniple train`")
+        Path | None,
+        typer.Option(
+            parser=file_named, metavar="FILE", help="write the best layout there, as a job for `maniple train`"
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from maniple.commands import file_named
 from maniple.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,7 +33,9 @@ Load = Annotated[
 ]
 Measured = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="what `maniple plan calibrate` measured, in place of the card's figures"),
+    typer.Option(
+        parser=file_named, metavar="FILE", help="what `maniple plan calibrate` measured, in place of the card's figures"
+    ),
 ]
 Pods = Annotated[
     str | None,
@@ -83,7 +86,10 @@ def one_key_each(sets: list[str]) -> list[str]:
 
 def model_asked_for(model: str | None, config: Path | None, sets: list[str]) -> str:
     """MODEL, or the one that the job file names; says on standard error where they differ. UserError if neither is
-    given, if MODEL is a job file, or if an override names a model too."""
+    given, if MODEL is a job file, or if an override names a model too.
+
+    A file whose name begins with a dash is `./-card.yaml`: in commands to copy it is no option.
+    """
     from maniple.config.load import load
     from maniple.models import load_card
 
@@ -93,10 +99,16 @@ def model_asked_for(model: str | None, config: Path | None, sets: list[str]) -> 
     named = None
     if loaded is not None and loaded.origin["model.card"].kind != "default":
         named = loaded.config.model.card
+    if model == "":
+        raise UserError(
+            "MODEL is empty: name a model card (`maniple models` lists them), or leave it out with --config"
+        )
     if model is None:
-        if named is None:
-            raise UserError("which MODEL? name a model card (`maniple models` lists them), or a job file with --config")
-        return named
+        if named is not None:
+            return _no_option(named)
+        if config is not None:
+            raise UserError(f"{config} has no model.card: set it there, or name MODEL (`maniple models` lists them)")
+        raise UserError("which MODEL? name a model card (`maniple models` lists them), or a job file with --config")
     if _is_job(model):
         raise UserError(f"{model} is a job file, and MODEL a model card: give it with --config {model}")
     if loaded is not None and named not in (None, model):
@@ -104,7 +116,11 @@ def model_asked_for(model: str | None, config: Path | None, sets: list[str]) -> 
         changes = ", ".join(loaded.config.model.overrides)
         theirs = f", with its model.overrides ({changes})" if changes else ""
         print(f"maniple: {model} is planned in place of {config}'s own {named}{theirs}", file=sys.stderr)
-    return model
+    return _no_option(model)
+
+
+def _no_option(model: str) -> str:
+    return f"./{model}" if model.startswith("-") and Path(model).exists() else model
 
 
 def _is_job(model: str) -> bool:
