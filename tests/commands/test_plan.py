@@ -368,6 +368,27 @@ def test_the_command_to_copy_is_of_the_same_job(capsys, tmp_path):
     assert "mixtral-8x7b on 8 x h200-sxm, 64 x 4,096 tokens a step" in capsys.readouterr().out
 
 
+def test_scaling_that_does_not_fit_gives_the_whole_command(capsys, tmp_path):
+    """Run, it searches the same job: with all overrides where the search found nothing, and else without a layout's."""
+    words = ["plan", "scale", "deepseek-v3", "--gpu", "h200", "--from", "8", "--to", "16"]
+    options = ["--fabric", "256:0.5", "--global-batch-size", "64", "--sequence-length", "2048", "--imbalance", "1.2"]
+    options += ["--set", "parallel.tensor_parallel_size=2", "--set", "train.loss=fused"]
+    assert cli.main([*words, *options]) == 2
+    err = capsys.readouterr().err
+    assert f"`maniple plan search deepseek-v3 --gpus 8 --gpu h200 {' '.join(options)}` says what is missing" in err
+    assert cli.main(["plan", "search", "deepseek-v3", "--gpus", "8", "--gpu", "h200", *options]) == 0
+    assert "deepseek-v3 on 8 x h200-sxm, 64 x 2,048 tokens" in capsys.readouterr().out
+    file = tmp_path / "job.yaml"
+    file.write_text("extends: pretrain\nmodel: {card: qwen3-30b-a3b}\nparallel: {expert_parallel_size: 4}\n")
+    words = ["plan", "scale", "--config", str(file), "--gpu", "h200", "--from", "4", "--to", "4"]
+    sets = ["--set", "parallel={tensor_parallel_size: 1}", "--set", "train={steps: 9000, global_batch_size: 16}"]
+    assert cli.main([*words, *sets]) == 0
+    command = f"maniple plan search qwen3-30b-a3b --gpus 4 --gpu h200 --config {file} --global-batch-size 16 "
+    command += "--sequence-length 4096 --set train.steps=9000"
+    assert capsys.readouterr().out.endswith(f"`{command}` looks for a layout that fits\n")
+    assert cli.main(command.split()[1:]) == 0
+
+
 def test_a_model_whose_name_begins_with_a_dash_can_be_copied(capsys, tmp_path, monkeypatch):
     card = Path(maniple.__file__).parent / "models" / "cards" / "qwen3-30b-a3b.yaml"
     (tmp_path / "-card.yaml").write_text(card.read_text(encoding="utf-8"), encoding="utf-8")

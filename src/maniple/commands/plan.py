@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,17 +12,21 @@ import typer
 
 from maniple.commands import AsJson, Command, Group, check_targets, file_named, given, print_table, waiting
 from maniple.commands.planned import (
+    BATCH,
     EVEN_ENOUGH,
     SEQUENCE,
     Load,
     Measured,
     Model,
     Pods,
+    for_search,
     gpu_named,
+    is_layout,
     job_to_plan,
     model_asked_for,
     one_key_each,
     say_long,
+    search_command,
 )
 from maniple.errors import UserError
 
@@ -121,10 +124,10 @@ def job(
     help_ = (
         None
         if simulated
-        else advice(plan, uneven, schedule, _for_search(config, calibration, fabric, imbalance, sets, config_))
+        else advice(plan, uneven, schedule, for_search(config, calibration, fabric, imbalance, sets, config_))
     )
     best = None
-    if config is None and gpus > 1 and not simulated and not any(_is_layout(text) for text in sets):
+    if config is None and gpus > 1 and not simulated and not any(is_layout(text) for text in sets):
         with waiting("looking for the best layout"):
             best = _best(model, sets, config_, card_of_gpu, gpus, imbalance, calibration)
     ranks: list[int | None] = [*(trace_rank or [])] or ([None] if trace else [])
@@ -183,16 +186,6 @@ def job(
             print(line)
 
 
-_BATCH = ("train.global_batch_size", "data.sequence_length")
-
-
-def _is_layout(text: str) -> bool:
-    """Whether an override is of what the search chooses: sizes, stages, recomputation, overlapped exchange."""
-    key = text.partition("=")[0].strip()
-    sizes = ("_parallel_size", ".virtual_pipeline_size", ".pipeline_layout")
-    return key.startswith("recompute") or key == "moe.overlap_exchange" or key.endswith(sizes)
-
-
 def _best(model: str, sets: list[str], config, gpu, gpus: int, imbalance: str, calibration: Path | None) -> str:
     """A line for a job of which no layout was given: what `maniple plan search` finds for the same tokens."""
     from maniple.hardware.units import binary_size, three_digits
@@ -201,32 +194,19 @@ def _best(model: str, sets: list[str], config, gpu, gpus: int, imbalance: str, c
     from maniple.plan.search_context import search_contexts
 
     batch, length = config.train.global_batch_size, config.data.sequence_length
-    rest = [text for text in sets if text.partition("=")[0].strip() not in _BATCH]
+    rest = [text for text in sets if text.partition("=")[0].strip() not in BATCH]
     asked = job_to_plan(model, None, rest, gpus, batch, length)
     uneven = Imbalance.parse(imbalance)
     best = search_contexts(asked.config, asked.card, gpu, gpus, held=asked.held, imbalance=uneven)[0].best
-    command = ["maniple", "plan", "search", model, "--gpus", str(gpus), "--gpu", gpu.name]
-    command += _for_search(None, calibration, gpu.fabric, imbalance, sets, config)
+    options = for_search(None, calibration, gpu.fabric, imbalance, sets, config)
     if best is None:
-        return f"no layout was given, and none fits: `{shlex.join(command)}` says what is missing"
+        command = search_command(model, gpus, gpu.name, options)
+        return f"no layout was given, and none fits: `{command}` says what is missing"
+    command = search_command(model, gpus, gpu.name, [*options, "--write", "job.yaml"])
     return (
         f"no layout was given; the best is {search_report.said(best)}: {three_digits(best.time.seconds)} s for as many "
-        f"tokens, {binary_size(best.memory.total)}: `{shlex.join([*command, '--write', 'job.yaml'])}` says why, and "
-        "writes it"
+        f"tokens, {binary_size(best.memory.total)}: `{command}` says why, and writes it"
     )
-
-
-def _for_search(
-    config: Path | None, calibration: Path | None, fabric: object, imbalance: str, sets: list[str], job
-) -> list[str]:
-    """Options of `maniple plan search` for the same tokens: without those of the layout."""
-    some = [text for text in sets if text.partition("=")[0].strip() not in _BATCH and not _is_layout(text)]
-    words = given(("--config", config), ("--calibration", calibration), ("--fabric", fabric))
-    words += ["--global-batch-size", str(job.train.global_batch_size)]
-    if config is not None or job.data.sequence_length != SEQUENCE:
-        words += ["--sequence-length", str(job.data.sequence_length)]
-    words += ["--imbalance", imbalance] if imbalance != EVEN_ENOUGH else []
-    return words + given(*(("--set", text) for text in some))
 
 
 def _with_batch(loaded, gpus: int) -> tuple[Any, dict[str, Any]]:

@@ -8,8 +8,20 @@ from typing import Annotated
 
 import typer
 
-from maniple.commands import AsJson, file_named, print_table, waiting
-from maniple.commands.planned import EVEN_ENOUGH, Load, Measured, Model, Pods, gpu_named, job_to_plan, say_long
+from maniple.commands import AsJson, file_named, given, print_table, waiting
+from maniple.commands.planned import (
+    EVEN_ENOUGH,
+    Load,
+    Measured,
+    Model,
+    Pods,
+    for_search,
+    gpu_named,
+    job_to_plan,
+    one_key_each,
+    say_long,
+    search_command,
+)
 from maniple.errors import UserError
 
 
@@ -49,9 +61,17 @@ def scale(
             every = search_contexts(job, asked.card, card_of_gpu, first, held=asked.held, imbalance=uneven, say=say)
         best = every[0].best
         if best is None:
+            options = given(
+                ("--calibration", calibration),
+                ("--fabric", fabric),
+                ("--global-batch-size", global_batch_size),
+                ("--sequence-length", sequence_length),
+                ("--imbalance", imbalance if imbalance != EVEN_ENOUGH else None),
+                *(("--set", text) for text in set_ or []),
+            )
             raise UserError(
-                f"--from {first}: no layout of {asked.card.name} fits {first:,} x {card_of_gpu.name}; `maniple plan "
-                "search` says what is missing"
+                f"--from {first}: no layout of {asked.card.name} fits {first:,} x {card_of_gpu.name}; "
+                f"`{search_command(asked.model, first, gpu, options)}` says what is missing"
             )
         job, how = best.config, ", " + search_report.recomputed(best.config)
     weak = scaling.scale(job, asked.card, card_of_gpu, gpus, "weak", uneven)
@@ -71,3 +91,6 @@ def scale(
         print(note)
     for points in (weak, strong):
         print(scaling.bend(points))
+    if weak[0].fits is False:
+        options = for_search(config, calibration, fabric, imbalance, one_key_each(set_ or []), job)
+        print(f"`{search_command(asked.model, first, gpu, options)}` looks for a layout that fits")

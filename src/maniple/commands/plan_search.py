@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from maniple.commands import AsJson, check_target, file_named, given, print_table, waiting
-from maniple.commands.planned import EVEN_ENOUGH, Load, Measured, Model, Pods, gpu_named, job_to_plan, say_long
+from maniple.commands.planned import (
+    EVEN_ENOUGH,
+    Load,
+    Measured,
+    Model,
+    Pods,
+    gpu_named,
+    job_to_plan,
+    say_long,
+    search_command,
+)
 from maniple.errors import UserError
 
 
@@ -69,8 +78,7 @@ def search(
         found, contexts = search_contexts(job, card, card_of_gpu, gpus, held=asked.held, imbalance=uneven, say=say)
         others = fewer(found, asked.held, gpus_from, say=say)
     if write is not None:
-        words = ["maniple", "plan", "search", asked.model, "--gpus", str(gpus), "--gpu", gpu]
-        words += given(
+        options = given(
             ("--config", config),
             ("--calibration", calibration),
             ("--fabric", fabric),
@@ -80,7 +88,7 @@ def search(
             ("--imbalance", imbalance if uneven != Imbalance() else None),
             *(("--set", text) for text in set_ or []),
         )
-        search_report.write_job(found, write, shlex.join(words))
+        search_report.write_job(found, write, search_command(asked.model, gpus, gpu, options))
     if as_json:
         said = search_report.as_json(found, others) | {"contexts": search_report.contexts_as_json(contexts)}
         print(json.dumps(said | {"assumed": assumed}, indent=2))

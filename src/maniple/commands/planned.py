@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from maniple.commands import file_named
+from maniple.commands import file_named, given
 from maniple.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 SEQUENCE = 4096  # tokens, where no length is asked for
 EVEN_ENOUGH = "dirichlet:8"  # a router's load, likewise
+BATCH = ("train.global_batch_size", "data.sequence_length")
 _SAMPLES = 8  # sequences a step and GPU, likewise
 
 Model = Annotated[
@@ -175,19 +177,44 @@ def job_to_plan(
     card = resolve_card(job)
     held = {key for key, origin in loaded.origin.items() if origin.kind == "cli"}
     # the preset's sequence is no one's wish
-    given = {key for key, origin in loaded.origin.items() if origin.kind != "default"} if config else held
+    known = {key for key, origin in loaded.origin.items() if origin.kind != "default"} if config else held
     data, train = job.data, job.train
-    if "data.sequence_length" not in given:
+    if "data.sequence_length" not in known:
         assumed["data.sequence_length"] = min(SEQUENCE, card.max_position)
         data = data.model_copy(update={"sequence_length": assumed["data.sequence_length"]})
-    if "train.global_batch_size" not in given:
+    if "train.global_batch_size" not in known:
         assumed["train.global_batch_size"] = _SAMPLES * gpus
         train = train.model_copy(update={"global_batch_size": assumed["train.global_batch_size"]})
     job = job.model_copy(update={"data": data, "train": train})
     return Asked(model, job, card, assumed, held)
 
 
-def _only_once(sets: list[str], given: tuple[str, int | None, str]) -> None:
-    option, value, key = given
+def _only_once(sets: list[str], asked_for: tuple[str, int | None, str]) -> None:
+    option, value, key = asked_for
     if value is not None and any(text.partition("=")[0].strip() == key for text in sets):
         raise UserError(f"{option} {value} and --set {key}=... say the same twice: leave one out")
+
+
+def is_layout(text: str) -> bool:
+    """Whether an override is of what the search chooses: sizes, stages, recomputation, overlapped exchange."""
+    key = text.partition("=")[0].strip()
+    sizes = ("_parallel_size", ".virtual_pipeline_size", ".pipeline_layout")
+    return key.startswith("recompute") or key == "moe.overlap_exchange" or key.endswith(sizes)
+
+
+def for_search(
+    config: Path | None, calibration: Path | None, fabric: object, imbalance: str, sets: list[str], job
+) -> list[str]:
+    """Options of `maniple plan search` for the same tokens: without those of the layout."""
+    some = [text for text in sets if text.partition("=")[0].strip() not in BATCH and not is_layout(text)]
+    words = given(("--config", config), ("--calibration", calibration), ("--fabric", fabric))
+    words += ["--global-batch-size", str(job.train.global_batch_size)]
+    if config is not None or job.data.sequence_length != SEQUENCE:
+        words += ["--sequence-length", str(job.data.sequence_length)]
+    words += ["--imbalance", imbalance] if imbalance != EVEN_ENOUGH else []
+    return words + given(*(("--set", text) for text in some))
+
+
+def search_command(model: str, gpus: int, gpu: str, options: list[str]) -> str:
+    """`maniple plan search ...`, to copy."""
+    return shlex.join(["maniple", "plan", "search", model, "--gpus", str(gpus), "--gpu", gpu, *options])
