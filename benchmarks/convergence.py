@@ -1,7 +1,8 @@
-"""Does a model learn in fp8_block and mxfp8 as it does in bf16? Trains it once a recipe, from one seed on one text.
+"""Does a model learn in fp8_block and mxfp8 as it does in bf16? Trains it once a recipe from one seed, or from several.
 
     python benchmarks/convergence.py                       # all recipes; rows to benchmarks/results/, picture to docs/
     python benchmarks/convergence.py --recipe bf16 --recipe mxfp8 --time-limit 120
+    python benchmarks/convergence.py --seed 1234 --seed 1235   # each recipe once a seed: runs of one recipe differ too
     python benchmarks/convergence.py --tiny                # a toy for minutes on a CPU: shows that the script runs
     python benchmarks/convergence.py --verdicts FILE...    # what rows that were measured before show; draws them too
 
@@ -49,35 +50,36 @@ def main(words: list[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     options = parser().parse_args(words)
     if options.verdicts:
-        found = [row for file in options.verdicts for row in rows.read(file)]
-        report(found, options.figure or PICTURE)
+        report([row for file in options.verdicts for row in rows.read(file)], options.figure or PICTURE)
         return 0
     recipes = options.recipe or list(convergence.RECIPES)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    changes = [*(TINY if options.tiny else []), *options.set, f"train.seed={options.seed}"]
+    changes = [*(TINY if options.tiny else []), *options.set]
+    seeds = options.seed or [1234]
     job = load(JOB, changes).config
     device = device_of("cpu" if options.tiny else "auto")
     if device.type == "cpu" and not options.tiny:
         raise UserError("torch sees no GPU: add --tiny for a toy on the CPU")
     folder = options.runs or ROOT / "runs" / f"convergence-{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}"
-    if any((folder / recipe).exists() for recipe in recipes):
+    runs = [(seed, recipe, f"{recipe}-{seed}") for seed in seeds for recipe in recipes]
+    if any((folder / name).exists() for _, _, name in runs):
         raise UserError(f"--runs {folder} holds such runs already: name another folder")
     picture = options.figure or (folder / PICTURE.name if options.tiny else PICTURE)
     words = ["python", "benchmarks/convergence.py", *words]
-    run_facts = of_run(device, job.train.seed, rows.command_of(words, ("--out", "--runs", "--figure")), [])
+    said = rows.command_of(words, ("--out", "--runs", "--figure"))
     found: list[rows.Row] = []
     codes = []
     with contextlib.ExitStack() as stack:
         out = options.out or (None if options.tiny else RESULTS / file_name(device, "convergence"))
         file = stack.enter_context(rows.create(out)) if out else None
-        for recipe in recipes:
+        for seed, recipe, name in runs:
             command = [sys.executable, "-m", "maniple", "train", str(JOB), "--nproc", "1", *changes]
-            command += [f"precision.recipe={recipe}", f"name={recipe}", f"output_dir={folder}"]
+            command += [f"train.seed={seed}", f"precision.recipe={recipe}", f"name={name}", f"output_dir={folder}"]
             command += [f"data.cache_dir={folder / 'cache'}", f"train.max_minutes={options.time_limit / 60}"]
             try:
                 codes.append(run(command, options.time_limit))
             finally:  # also after Ctrl-C: what the run came to is kept
-                row = convergence.row_of(folder / recipe, **facts(job, recipe), **run_facts)
+                row = convergence.row_of(folder / name, **facts(job, recipe), **of_run(device, seed, said, []))
                 found.append(row)
                 if file:
                     rows.write(file, row)
@@ -94,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
         choices=["bf16", "fp8", "fp8_block", "mxfp8"],
         help="default: " + ", ".join(convergence.RECIPES),
     )
-    out.add_argument("--seed", type=int, default=1234)
+    out.add_argument("--seed", type=int, action="append", help="may be repeated; default: 1234")
     out.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change the job, e.g. train.steps=1000"
     )
@@ -158,7 +160,7 @@ def report(found: list[rows.Row], picture: Path) -> None:
     for row in found:
         speed, loss, held_out = row["tokens_per_second_per_gpu"], row["last_loss"], row["validation_loss"]
         print(
-            f"{row['recipe']:9} {row['steps']} of {row['wanted_steps']} steps, "
+            f"{row['recipe']:9} seed {row['seed']}: {row['steps']} of {row['wanted_steps']} steps, "
             f"last loss {'none' if loss is None else f'{loss:.4f}'}, "
             f"validation {'none' if held_out is None else f'{held_out:.4f}'}"
             + ("" if speed is None else f", {speed:,.0f} tokens/s")

@@ -32,7 +32,9 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, help="of the random shapes and operands; default: today's date")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--no-liger", action="store_true", help="leave Liger out")
-    parser.add_argument("--variants", action="store_true", help="all of ours at every shape, not at the first alone")
+    parser.add_argument(
+        "--variants", choices=["selected", "few", "all"], help="of ours; default: all at the first shape"
+    )
     parser.add_argument("--limit", type=float, default=240.0, metavar="SECONDS", help="default: 240")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/DATE-GPU-moe-layer.jsonl; CPU: none")
     parser.add_argument("--verdicts", type=Path, nargs="+", metavar="FILE", help="measure nothing, judge these rows")

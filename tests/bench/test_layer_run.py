@@ -89,9 +89,10 @@ def test_the_first_shape_has_all_variants(monkeypatch):
     monkeypatch.setattr(moe_layer, "ours", lambda recipe, o, variants: asked.append(variants) or [])
     monkeypatch.setattr(moe_layer, "peers", lambda o, liger: asked.append(liger) or [])
     qwen = replace(PLAIN, model="qwen3-30b-a3b-tiny", tokens=8)
-    for changes in ({}, {"variants": True}, {"liger": False}):
+    for changes in ({}, {"variants": "all"}, {"variants": "selected"}, {"liger": False}):
         list(moe_layer.run(plan(shapes=[PLAIN, qwen], **changes), lambda what: None))
-    assert asked == ["all", False, "few", True, "all", False, "all", True, "all", False, "few", False]
+    every = ["all", False, "all", True, "selected", False, "selected", True]
+    assert asked == ["all", False, "few", True, *every, "all", False, "few", False]
 
 
 def test_few_and_selected_are_the_first_ones(plain):

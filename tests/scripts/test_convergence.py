@@ -91,7 +91,7 @@ def test_within_half_a_percent_on_either_side_holds():
     ("found", "why"),
     [
         ([row("mxfp8", [2.0] * 30)], "no run in bf16"),
-        ([row("bf16", [2.0] * 30), row("mxfp8", [2.0] * 30, seed=2)], "another job"),
+        ([row("bf16", [2.0] * 30), row("mxfp8", [2.0] * 30, seed=2)], "no run in bf16 from seed 2"),
         ([row("bf16", [2.0] * 30), row("mxfp8", [2.0] * 30, data="other text")], "another job"),
         ([row("bf16", [2.0] * 30), row("mxfp8", [2.0] * 12, wanted=30)], "mxfp8 came to 12 of 30 steps"),
         ([row("bf16", [2.0] * 12, wanted=30), row("mxfp8", [2.0] * 30)], "bf16 came to 12 of 30 steps"),
@@ -116,6 +116,16 @@ def test_runs_of_different_lengths_are_compared_where_both_were():
     assert "mxfp8 came to 40 of 60 steps" in str(found["mxfp8", "mean"])
 
 
+def test_several_seeds_are_judged_by_their_mean():
+    base = [row("bf16", [2.0] * 30, seed=seed) for seed in (1, 2)]
+    found = by_recipe(*base, *(row("mxfp8", [loss] * 30, seed=seed) for seed, loss in ((1, 1.98), (2, 2.014))))
+    assert found["mxfp8", "mean"].difference == pytest.approx((-0.01 + 0.007) / 2, abs=1e-9)
+    assert "-0.150% of bf16's, 2 seeds, -1.000% to +0.700%" in str(found["mxfp8", "mean"])
+    assert found["mxfp8", "mean"].holds
+    found = by_recipe(*base, row("mxfp8", [2.0] * 30), row("mxfp8", [2.0] * 12, seed=2, wanted=30))
+    assert "not shown: mxfp8 came to 12 of 30 steps" in str(found["mxfp8", "mean"])
+
+
 # --- the picture ------------------------------------------------------------------------------------------------------
 
 
@@ -137,9 +147,25 @@ def test_the_picture_ends_where_the_verdict_does(tmp_path, monkeypatch):
     np.testing.assert_allclose(lines["fp8_block"], 0, atol=1e-12)
 
 
+def test_the_picture_of_several_seeds_has_their_mean(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args: figures.append(self))
+    losses = {"bf16": (2.0, 3.0), "mxfp8": (2.02, 3.0)}
+    runs = [row(recipe, [loss] * 60, seed=seed) for recipe, both in losses.items() for seed, loss in enumerate(both)]
+    convergence.draw(runs, tmp_path / "a.png")
+    left, right = figures[0].axes
+    assert [text.get_text() for text in left.get_legend().get_texts()] == [
+        "bf16  2.5000, 2 seeds",
+        "mxfp8  2.5100, 2 seeds",
+    ]
+    labelled = {line.get_label().split()[0]: line.get_ydata() for line in right.get_lines()}
+    np.testing.assert_allclose(labelled["mxfp8"], 0.5, atol=1e-9)
+    assert sorted(float(line.get_ydata()[-1]) for line in right.get_lines()[1:]) == pytest.approx([0, 0.5, 1])
+
+
 def test_losses_that_are_no_numbers_are_gaps(tmp_path):
-    shares = convergence.differences({"bf16": row("bf16", [2.0] * 60), "mxfp8": row("mxfp8", [2.0] * 59 + [None])})
-    assert np.isnan(shares["mxfp8"]).tolist() == [False] * 59 + [True]
+    shares = convergence.differences([row("bf16", [2.0] * 60), row("mxfp8", [2.0] * 59 + [None])])
+    assert np.isnan(shares["mxfp8"][0]).tolist() == [False] * 59 + [True]
     assert convergence.draw([row("mxfp8", [2.0, None])], tmp_path / "one.png") is not None
     assert convergence.draw([row("mxfp8", [])], tmp_path / "none.png") is None
 
@@ -167,7 +193,7 @@ def jobs(monkeypatch):
     def run(command, time_limit):
         words = dict(word.split("=", 1) for word in command if "=" in word)
         seen.append(words)
-        steps, code = ends.get(words["name"], (30, 0))
+        steps, code = ends.get(words["precision.recipe"], (30, 0))
         write_run(script.Path(words["output_dir"]) / words["name"], [2.0] * steps, [(steps, 1.9)])
         if isinstance(code, BaseException):
             raise code
@@ -188,6 +214,8 @@ def test_every_recipe_is_run_on_the_same_text_from_the_same_seed(jobs, tmp_path,
     }
     found = rows.read(out)
     assert [row["recipe"] for row in found] == ["bf16", "fp8_block", "mxfp8"]
+    assert [job["name"] for job in seen] == ["bf16-5", "fp8_block-5", "mxfp8-5"]
+    assert {row["seed"] for row in found} == {5}
     assert found[0]["command"] == "python benchmarks/convergence.py --tiny --seed 5 --time-limit 90"
     assert all(str(tmp_path) not in json.dumps(row) for row in found)
     assert {"hardware", "versions", "seed", "date", "sources", "parameters"} <= set(found[0])

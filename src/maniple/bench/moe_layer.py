@@ -19,7 +19,7 @@ from maniple.bench.contender import Absent, Contender
 from maniple.bench.contest import Contest, hold
 from maniple.bench.layer import Layer, kernel_milliseconds, peak_bytes, saved_bytes, stage_milliseconds
 from maniple.bench.layer_operands import CHOICE_BOUNDS, LAYER_BOUNDS, LayerOperands
-from maniple.bench.layer_ours import ours
+from maniple.bench.layer_ours import Variants, ours
 from maniple.bench.layer_peers import peers
 from maniple.bench.layer_shapes import LayerShape
 from maniple.bench.ours import OUR_BF16, format_of
@@ -36,8 +36,8 @@ KERNELS = 24  # that a row lists at most
 @dataclass(frozen=True)
 class Plan:
     """What is measured. liger: it takes part at Qwen3-30B's shape. limit: seconds after which no shape begins.
-    variants: all of ours at every shape; else all at the first, and few at the others, since each shape compiles its
-    kernels anew."""
+    variants: of ours, at every shape, as `layer_ours.ours` says; else all at the first, and few at the others, since
+    each shape compiles its kernels anew."""
 
     shapes: Sequence[LayerShape]
     recipes: Sequence[str]
@@ -47,7 +47,7 @@ class Plan:
     command: str
     liger: bool = True
     limit: float = float("inf")
-    variants: bool = False
+    variants: Variants | None = None
 
 
 def run(plan: Plan, progress: Callable[[str], None]) -> Iterator[list[Row]]:
@@ -85,7 +85,7 @@ def _measured(
     progress: Callable[[str], None],
 ) -> Iterator[list[Row]]:
     o = LayerOperands(shape, plan.device, plan.seed)
-    entrants = list(ours(recipe, o, "all" if plan.variants or shape == plan.shapes[0] else "few"))
+    entrants = list(ours(recipe, o, plan.variants or ("all" if shape == plan.shapes[0] else "few")))
     if recipe == "bf16":
         entrants += peers(o, liger=plan.liger and o.shape.model.startswith("qwen3-30b-a3b"))
         baseline = None
