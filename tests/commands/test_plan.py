@@ -168,7 +168,10 @@ def test_emulated_mxfp8_keeps_no_copies(capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["deepseek-v4", "--gpus", "8", "--gpu", "h200"], "no model card is named 'deepseek-v4': did you mean"),
+        (
+            ["deepseek-v4", "--gpus", "8", "--gpu", "h200"],
+            "is named 'deepseek-v4': did you mean 'deepseek-v3' or 'deepseek-v2'?",
+        ),
         (["qwen3-30b-a3b", "--gpus", "8", "--gpu", "h250"], "no GPU card is named 'h250': did you mean"),
         (
             ["qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200", "--trace-rank", "8"],
@@ -183,13 +186,26 @@ def test_emulated_mxfp8_keeps_no_copies(capsys):
         (["configs/demo.yaml", "--gpus", "8", "--gpu", "h200"], "is a job file, and MODEL a model card: give it with"),
         (["--gpus", "8", "--gpu", "h200"], "which MODEL?"),
         ([*SEARCH, "--set", "model.card=mixtral-8x7b"], "--set model.card=...: name the model as MODEL"),
-        (["sarch", "qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200"], "no command 'sarch': did you mean 'search'?"),
-        (["SCALE", "--gpu", "h200", "--from", "8", "--to", "16"], "no command 'SCALE': did you mean 'scale'?"),
-        (["gone", "--gpus", "8", "--gpu", "h200", "--config", "configs/demo.yaml"], "no model card is named 'gone'"),
+        (["sarch", "qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200"], "is named 'sarch': did you mean 'search'?"),
+        (["SCALE", "--gpu", "h200", "--from", "8", "--to", "16"], "is named 'SCALE': did you mean 'scale'?"),
+        (
+            ["gone", "--gpus", "8", "--gpu", "h200", "--config", "configs/demo.yaml"],
+            "no command of maniple plan and no model card is named 'gone'",
+        ),
         (
             [*SEARCH, "--global-batch-size", "64", "--set", "train.global_batch_size=32"],
             "--global-batch-size 64 and --set train.global_batch_size=... say the same twice",
         ),
+        (
+            ["find", "x"],
+            "is named 'find': commands are job, search, scale, calibrate, and `maniple models` lists the cards",
+        ),
+        (["qwen", "x"], "is named 'qwen': did you mean 'qwen3-235b-a22b' or 'qwen3-30b-a3b'?"),
+        (["find", "--gpus", "8"], "is named 'find': commands are"),
+        (["find", "x", *GPUS], "is named 'find': commands are"),
+        (["Qwen3_30B", *GPUS], "is named 'Qwen3_30B': did you mean 'qwen3-30b-a3b'"),
+        (["qwen3-30b-a3b", "8", *GPUS], "plan qwen3-30b-a3b 8: one MODEL is planned: leave '8' out"),
+        (["calibrate.yaml", *GPUS], "calibrate.yaml: no such file"),
         (["", *GPUS], "MODEL is empty: name a model card"),
         (["qwen3-30b-a3b", *GPUS, "--config", ""], "'--config': it is empty: give a file's name"),
         (["qwen3-30b-a3b", *GPUS, "--calibration", ""], "'--calibration': it is empty: give a file's name"),
@@ -245,7 +261,9 @@ def test_mistakes_are_one_line(words, said, capsys):
     assert said in err
 
 
-@pytest.mark.parametrize("words", [["a\x1b[2J.yaml", *GPUS], ["m", *GPUS, "--config", "a\x1b[2J.yaml"], ["--a\x1b[2J"]])
+@pytest.mark.parametrize(
+    "words", [["a\x1b[2J.yaml", *GPUS], ["mixtral-8x7b", *GPUS, "--config", "a\x1b[2J.yaml"], ["--a\x1b[2J"]]
+)
 def test_control_bytes_of_names_do_not_reach_the_terminal(words, capsys):
     assert cli.main(["plan", *words]) == 2
     err = capsys.readouterr().err

@@ -36,10 +36,27 @@ class _Plans(Group):
 
     def parse_args(self, ctx, args):
         first = args[0] if args else "--help"
-        near = get_close_matches(first.lower(), self.commands, n=1, cutoff=0.7)  # no shipped card is named so
-        if near and first not in self.commands:
-            raise UserError(f"maniple plan has no command {first!r}: did you mean {near[0]!r}?")
-        return super().parse_args(ctx, args or [first] if first in (*self.commands, "--help") else ["job", *args])
+        if first in (*self.commands, "--help"):
+            return super().parse_args(ctx, args or [first])
+        if first and not first.startswith("-"):
+            self._check_model(first)
+            if args[1:] and not args[1].startswith("-"):
+                raise UserError(f"maniple plan {first} {args[1]}: one MODEL is planned: leave {args[1]!r} out")
+        return super().parse_args(ctx, ["job", *args])
+
+    def _check_model(self, word: str) -> None:
+        """UserError for a word that is neither a command nor a card: before options that it may need are missed."""
+        from maniple.models import list_cards
+
+        cards = list_cards()
+        if word in cards or "/" in word or word.endswith((".yaml", ".yml")):  # a file, as `load_card` has it
+            return
+        meant, names = word.lower().replace("_", "-"), [*self.commands, *cards]
+        near = [name for name in names if name.startswith(meant)] or get_close_matches(meant, names, n=2, cutoff=0.5)
+        hint = f"commands are {', '.join(self.commands)}, and `maniple models` lists the cards"
+        if near:
+            hint = f"did you mean {' or '.join(map(repr, near))}?"
+        raise UserError(f"no command of maniple plan and no model card is named {word!r}: {hint}")
 
 
 app = typer.Typer(
