@@ -243,8 +243,9 @@ def test_a_program_finds_a_layout_where_no_balanced_one_fits(tmp_path):
     assert "without programs: nothing fits" in search_report.explanation(found)
     # the job file is one that the engine takes
     file = tmp_path / "job.yaml"
-    search_report.write_job(found, file, "maniple plan search")
+    search_report.write_job(found, file, "maniple plan search --set 'name=a\ntrain: {steps: 3}'")
     job = load(file).config
+    assert job.train.steps != 3  # a new line within a value is no way out of the remark
     check(job, card, 4)
     from maniple.engines.megatron.transformer import transformer_config
 

@@ -396,10 +396,9 @@ def write_job(found: Found, file: Path, command: str) -> None:
     """
     if found.best is None:
         raise UserError(f"--write {file}: nothing fits, so there is no job to write")
-    text = f"# Found by `{command}`: planned {_speed(found.best)}.\n" + yaml.safe_dump(
-        job_of(found.best), sort_keys=False, width=120, allow_unicode=True
-    )
-    write_new("--write", file, text)
+    remark = f"Found by `{command}`: planned {_speed(found.best)}."  # in which a quoted value may hold new lines
+    job = yaml.safe_dump(job_of(found.best), sort_keys=False, width=120, allow_unicode=True)
+    write_new("--write", file, "".join(f"# {line}\n" for line in remark.splitlines()) + job)
 
 
 def job_of(costed: Costed) -> dict[str, Any]:
