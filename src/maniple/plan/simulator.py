@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from maniple.plan.schedules import Schedule, Slot, Task
 
@@ -51,8 +52,7 @@ class StageCost:
     hidden: float = 1.0
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """sent: when each of its messages is there."""
 
     rank: int
@@ -146,7 +146,7 @@ def simulate(schedule: Schedule, costs: Sequence[StageCost]) -> Simulation:
     if len(costs) != last + 1:
         raise ValueError(f"{len(costs)} stage costs for {last + 1} stages of schedule {schedule.name}")
     place = {stage: (rank, chunk) for rank, row in enumerate(schedule.stages) for chunk, stage in enumerate(row)}
-    done: dict[tuple[int, Task], float] = {}  # by rank: when its result is there
+    done: set[tuple[int, tuple[str, int, int]]] = set()  # tasks by rank
     arrived: dict[tuple[int, Task], float] = {}  # by rank it is for: when a neighbour's message is there
     free = [0.0] * ranks
     link_free: dict[tuple[int, int], float] = defaultdict(float)
@@ -154,15 +154,31 @@ def simulate(schedule: Schedule, costs: Sequence[StageCost]) -> Simulation:
     durations: dict[tuple, float] = {}  # of slots alike: all but their micro-batches
     spans: list[list[Span]] = [[] for _ in range(ranks)]
 
+    # of a pass, by rank: whether it waits for a neighbour's message, and whom its own message is for
+    receives = {
+        (rank, kind, chunk): stage > 0 if kind == "F" else stage < last
+        for stage, (rank, chunk) in place.items()
+        for kind in "FB"
+    }
+    onto = {
+        (rank, kind, chunk): place.get(stage + step)
+        for stage, (rank, chunk) in place.items()
+        for kind, step in (("F", 1), ("B", -1))
+    }
+
     def ready(rank: int, slot: Slot) -> float | None:
-        """When the slot's needs are met, None while one of them has not run."""
-        when = free[rank]
+        """When the slot's needs (`_needs`) are met, None while one of them has not run."""
+        when = free[rank]  # not before the rank's own results are there
         for task in slot:
-            for table, key in _needs(schedule, rank, task, last, place):
-                at_hand = (done if table == "own" else arrived).get(key)
+            kind, micro_batch, chunk = task
+            if kind != "F" and (rank, ("F" if kind == "B" else "B", micro_batch, chunk)) not in done:
+                return None
+            if kind != "W" and receives[rank, kind, chunk]:
+                at_hand = arrived.get((rank, task))
                 if at_hand is None:
                     return None
-                when = max(when, at_hand)
+                if at_hand > when:
+                    when = at_hand
         return when
 
     awake = list(range(ranks))
@@ -174,7 +190,7 @@ def simulate(schedule: Schedule, costs: Sequence[StageCost]) -> Simulation:
             start = ready(rank, slot)
             if start is None:
                 break
-            kind = rank, tuple((task.kind, task.chunk) for task in slot)
+            kind = rank, tuple([(task.kind, task.chunk) for task in slot])
             if kind not in durations:
                 durations[kind] = _duration(slot, schedule, rank, costs)
             end = start + durations[kind]
@@ -182,17 +198,17 @@ def simulate(schedule: Schedule, costs: Sequence[StageCost]) -> Simulation:
             free[rank] = end
             sent = []
             for task in slot:
-                done[rank, task] = end
-                stage = schedule.stages[rank][task.chunk]
-                onto = stage + {"F": 1, "B": -1, "W": 0}[task.kind]
-                if task.kind == "W" or not 0 <= onto <= last:
+                done.add((rank, task))
+                receiver = None if task.kind == "W" else onto[rank, task.kind, task.chunk]
+                if receiver is None:
                     continue
-                other, chunk = place[onto]
+                other, chunk = receiver
                 key = (other, Task(task.kind, task.micro_batch, chunk))
                 if other == rank:
                     arrived[key] = end
                     continue
-                send = costs[stage].send_forward if task.kind == "F" else costs[stage].send_backward
+                cost = costs[schedule.stages[rank][task.chunk]]
+                send = cost.send_forward if task.kind == "F" else cost.send_backward
                 arrived[key] = link_free[rank, other] = max(end, link_free[rank, other]) + send
                 sent.append(arrived[key])
                 if schedule.sends_block:
