@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import os
 import sys
 
 # every letter beyond ASCII that a command prints; `|` is also what pipeline layouts have between stages
@@ -17,14 +16,11 @@ def _stand_in(error: UnicodeError) -> tuple[str, int]:
 
 
 def prepare_output() -> None:
-    """A letter that standard output or error lacks is no reason to stop. Python writes UTF-8 where LC_ALL asks for C,
-    which is ASCII."""
+    """A letter that standard output or error lacks is no reason to stop."""
     codecs.register_error("maniple", _stand_in)
-    asked_for = os.environ.get("PYTHONIOENCODING") or os.environ.get("PYTHONUTF8")
-    encoding = "ascii" if os.environ.get("LC_ALL") in ("C", "POSIX") and not asked_for else None
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(encoding=encoding, errors="maniple")
+            stream.reconfigure(errors="maniple")
 
 
 def in_one_line(message: str) -> str:

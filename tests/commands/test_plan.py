@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -142,7 +143,7 @@ def test_what_is_enough_alone_is_not_asked_for_twice(capsys):
     words = [*QWEN, "--imbalance", "8"]
     said = planned(capsys, *words)["advice"]
     assert "recompute.granularity=full would free 112." in said
-    assert "GiB, which is enough; optimizer.offload_fraction=1 would free " in said
+    assert "GiB, which is enough; --set optimizer.offload_fraction=1 would free " in said
     assert "both together" not in said
     assert planned(capsys, *words, "--set", "recompute.granularity=full")["fits"]
 
@@ -302,11 +303,23 @@ def test_a_sequence_beyond_the_model_s_positions_is_said(capsys):
     assert "65,536 tokens a sequence, and qwen3-30b-a3b has 40,960 positions" in capsys.readouterr().err
 
 
+def test_what_may_help_is_written_as_options_that_help(capsys):
+    words = ["plan", "qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200", "--set", "parallel.pipeline_parallel_size=2"]
+    words += ["--set", "recompute.granularity=selective", "--set", "recompute.modules=[moe_act]"]
+    before = planned(capsys, *words)
+    (change,) = re.findall(r"what may help: (--set .*?) would free", before["advice"])
+    change = shlex.split(change)
+    assert [key.split("=")[0] for key in change[1::2]] == ["recompute.granularity", "recompute.modules"]
+    assert max(rank["total"] for rank in planned(capsys, *words, *change)["ranks"]) < max(
+        rank["total"] for rank in before["ranks"]
+    )
+
+
 def test_no_change_is_named_that_the_job_has_already(capsys):
     """A job that computes some layers again is told to do so with all; one that does, and has the rest, nothing."""
     words = ["plan", "qwen3-30b-a3b", "--gpus", "1", "--gpu", "h200", "--set", "recompute.granularity=full"]
     some = planned(capsys, *words, "--set", "recompute.layers=[0, 1]")["advice"]
-    assert "recompute.layers=[] would free" in some
+    assert "--set 'recompute.layers=[]' would free" in some
     assert "granularity" not in some
     rest = ["--set", "optimizer.offload_fraction=1", "--set", "train.loss=fused"]
     every = planned(capsys, *words, *rest)["advice"]
@@ -321,14 +334,14 @@ def test_an_uneven_router_that_cannot_be_so_uneven_is_said(capsys):
     assert "every rank has all experts" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("ascii_", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C"}])
-def test_a_terminal_without_our_letters_gets_others(ascii_):
+def test_a_terminal_without_our_letters_gets_others():
     """`·` between chunks, `×` between stages that are alike."""
     plan = ["plan", "qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200"]
     plan += ["--set", "parallel.pipeline_parallel_size=2", "--set", "parallel.virtual_pipeline_size=2"]
     shown = "from maniple import cli; cli.main([]); print('3·2×29…')"  # as the search writes stages
     for words, said in ((["-m", "maniple", *plan], "E 0-11 | 24-35"), (["-c", shown], "3|2x29...")):
-        done = subprocess.run([sys.executable, *words], env=os.environ | ascii_, capture_output=True)
+        ascii_ = os.environ | {"PYTHONIOENCODING": "ascii"}
+        done = subprocess.run([sys.executable, *words], env=ascii_, capture_output=True)
         assert (done.returncode, done.stderr) == (0, b"")
         assert said in done.stdout.decode("ascii")
 

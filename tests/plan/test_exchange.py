@@ -164,5 +164,5 @@ def test_imbalance_in_words():
 )
 def test_impossible_imbalance_is_refused(kind, parameter):
     """Or one that fp64 cannot draw."""
-    with pytest.raises(UserError, match=f"imbalance {kind} takes a parameter"):
+    with pytest.raises(UserError, match=f"--imbalance {kind} takes a parameter"):
         Imbalance(kind, parameter)

@@ -29,6 +29,7 @@ from maniple.commands.planned import (
     search_command,
 )
 from maniple.errors import UserError
+from maniple.terminal import in_one_line
 
 
 class _Plans(Group):
@@ -149,15 +150,7 @@ def job(
             best = _best(model, sets, config_, card_of_gpu, gpus, imbalance, calibration)
     ranks: list[int | None] = [*(trace_rank or [])] or ([None] if trace else [])
     traced = [_traced(plan, rank) for rank in ranks]
-    if pipeline_trace is not None:
-        number = time_report.write_timeline(
-            config_, card, card_of_gpu, gpus, pipeline_trace, imbalance=uneven, schedule=schedule
-        )
-        print(
-            f"maniple: {pipeline_trace}: {number} micro-batches of the pipeline; the optimizer comes after",
-            file=sys.stderr,
-        )
-    if report_ is not None:
+    if report_ is not None:  # before the trace, since it takes longer: whoever interrupts it finds neither
         from maniple.plan import html_report
 
         words = ["maniple", "plan", model, "--gpus", str(gpus), "--gpu", gpu]
@@ -167,6 +160,12 @@ def job(
         more = tuple(line for line in (help_, best) if line is not None)
         asked = html_report.Asked(config_, card, card_of_gpu, gpus, imbalance, words, assumed, more)
         html_report.write(asked, report_)
+    if pipeline_trace is not None:
+        number = time_report.write_timeline(
+            config_, card, card_of_gpu, gpus, pipeline_trace, imbalance=uneven, schedule=schedule
+        )
+        written = f"{number} micro-batches of the pipeline; the optimizer comes after"
+        print(f"maniple: {in_one_line(str(pipeline_trace))}: {written}", file=sys.stderr)
     if as_json:
         said = report.as_json(plan) | {"time": time_report.as_json(time), "assumed": assumed}
         said |= {"advice": help_, "best_layout": best}

@@ -65,7 +65,7 @@ def search(
 
     uneven = Imbalance.parse(imbalance)
     if not 0.01 <= memory_share <= 1:
-        raise UserError(f"--memory-share {memory_share:g}: expected 0.01 to 1")
+        raise UserError(f"--memory-share {memory_share}: expected 0.01 to 1")
     card_of_gpu = gpu_named(gpu, gpus, calibration, fabric).model_copy(update={"memory_share": memory_share})
     if gpus_from is not None and not 1 <= gpus_from <= gpus:
         raise UserError(f"--gpus-from {gpus_from}: it is from 1 to --gpus {gpus}")

@@ -55,9 +55,9 @@ def advice(
 
 
 def _as_words(plan: MemoryPlan, change: dict[str, dict[str, Any]]) -> str:
-    """What of a change the job does not have yet, as for --set."""
+    """What of a change the job does not have yet, as options of a command."""
     return " ".join(
-        f"{section}.{key}={json.dumps(value).strip(chr(34)) if value != 1.0 else 1}"
+        "--set " + shlex.quote(f"{section}.{key}={json.dumps(value).strip(chr(34)) if value != 1.0 else 1}")
         for section, keys in change.items()
         for key, value in keys.items()
         if value != _plain(getattr(getattr(plan.config, section), key))

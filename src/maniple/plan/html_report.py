@@ -31,6 +31,7 @@ from maniple.plan.stage_time import stage_time
 from maniple.plan.stages import MOST_GPUS
 from maniple.plan.time import make_job, simulated_step
 from maniple.plan.whole_file import write_new
+from maniple.terminal import in_one_line
 
 SCALES = 8  # times as many GPUs are the most that scaling looks at
 MOST_SPANS = 24_000  # passes of a drawn pipeline; of longer steps the first micro-batches are simulated alone
@@ -69,7 +70,7 @@ def write(asked: Asked, file: Path) -> None:
     """
     text = page(data_of(asked, _said_on_stderr()))
     write_new("--report", file, text)
-    print(f"maniple: {file}: the report, {len(text.encode()) / 1e6:.1f} MB", file=sys.stderr)
+    print(f"maniple: {in_one_line(str(file))}: the report, {len(text.encode()) / 1e6:.1f} MB", file=sys.stderr)
 
 
 def _said_on_stderr() -> Callable[[int, int], None]:

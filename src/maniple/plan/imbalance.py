@@ -37,7 +37,7 @@ class Imbalance:
         least, most = _BOUNDS[self.kind]
         if not least <= self.parameter <= most:  # not `<`: it is false of NaN
             bound = f"from {least:g} to {most:g}" if most < 1e10 else f"of {least:g} or more"
-            raise UserError(f"imbalance {self.kind} takes a parameter {bound}, not {self.parameter:g}")
+            raise UserError(f"--imbalance {self.kind} takes a parameter {bound}, not {self.parameter:g}")
 
     @classmethod
     def parse(cls, text: str) -> Imbalance:
