@@ -47,18 +47,28 @@ def print_table(
     headings: list[str], lines: list[list[str]], numbers: Iterable[int] = (), spare: Iterable[str] = ()
 ) -> None:
     """numbers: columns that are never cut nor broken; spare: headings of those that a narrow terminal does without, the
-    first before the next. A line beneath names them."""
+    first before the next, but for any that there is room for once the others are gone. A line beneath names them."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False)
     shown, numbers, left_out = list(range(len(headings))), set(numbers), []
     widths = [max(map(len, column)) for column in zip(headings, *lines, strict=True)]
+
+    def fits(*more: int) -> bool:
+        columns = [*shown, *more]
+        return sum(widths[index] for index in columns) + 2 * (len(columns) - 1) <= console.width
+
     for heading in spare:
-        if sum(widths[index] for index in shown) + 2 * (len(shown) - 1) <= console.width:
+        if fits():
             break
         shown.remove(headings.index(heading))
         left_out.append(heading)
+    for heading in reversed(left_out):
+        if fits(headings.index(heading)):
+            shown.append(headings.index(heading))
+    shown.sort()
+    left_out = [heading for heading in left_out if headings.index(heading) not in shown]
     table = Table(box=None, pad_edge=False, padding=(0, 1))
     for index in shown:
         number = index in numbers

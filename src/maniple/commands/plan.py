@@ -207,6 +207,7 @@ def _best(model: str, sets: list[str], config, gpu, gpus: int, imbalance: str, c
     from maniple.hardware.units import binary_size, three_digits
     from maniple.plan import search_report
     from maniple.plan.imbalance import Imbalance
+    from maniple.plan.report import certain
     from maniple.plan.search_context import search_contexts
 
     batch, length = config.train.global_batch_size, config.data.sequence_length
@@ -219,9 +220,10 @@ def _best(model: str, sets: list[str], config, gpu, gpus: int, imbalance: str, c
         command = search_command(model, gpus, gpu.name, options)
         return f"no layout was given, and none fits: `{command}` says what is missing"
     command = search_command(model, gpus, gpu.name, [*options, "--write", "job.yaml"])
+    doubt = "" if certain(best.memory.total, gpu) else ", which is not certain to fit"
     return (
         f"no layout was given; the best is {search_report.said(best)}: {three_digits(best.time.seconds)} s for as many "
-        f"tokens, {binary_size(best.memory.total)}: `{command}` says why, and writes it"
+        f"tokens, {binary_size(best.memory.total)}{doubt}: `{command}` says why, and writes it"
     )
 
 

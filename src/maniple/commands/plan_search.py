@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +22,7 @@ from maniple.commands.planned import (
     search_command,
 )
 from maniple.errors import UserError
+from maniple.terminal import in_one_line
 
 
 def search(
@@ -77,18 +79,6 @@ def search(
     with waiting("looking through layouts") as say:
         found, contexts = search_contexts(job, card, card_of_gpu, gpus, held=asked.held, imbalance=uneven, say=say)
         others = fewer(found, asked.held, gpus_from, say=say)
-    if write is not None:
-        options = given(
-            ("--config", config),
-            ("--calibration", calibration),
-            ("--fabric", fabric),
-            ("--memory-share", memory_share if memory_share < 1 else None),
-            ("--global-batch-size", global_batch_size),
-            ("--sequence-length", sequence_length),
-            ("--imbalance", imbalance if uneven != Imbalance() else None),
-            *(("--set", text) for text in set_ or []),
-        )
-        search_report.write_job(found, write, search_command(asked.model, gpus, gpu, options))
     if as_json:
         said = search_report.as_json(found, others) | {"contexts": search_report.contexts_as_json(contexts)}
         print(json.dumps(said | {"assumed": assumed}, indent=2))
@@ -104,7 +94,23 @@ def search(
             print()
             headings = search_report.HEADINGS
             numbers = [at for at, heading in enumerate(headings) if heading not in search_report.WORDS]
-            print_table(headings, search_report.rows(found, others), numbers, search_report.SPARE)
+            table = search_report.rows(found, others)
+            print_table(headings, table, numbers, search_report.spare(table))
             print(*search_report.of_fewer(found, others), "", sep="\n")
         for line in [*search_report.explanation(found), *search_report.of_contexts(contexts)]:
             print(line)
+    if write is not None and found.best is None:
+        raise UserError(f"--write {write}: nothing fits, so there is no job to write")
+    if write is not None:
+        options = given(
+            ("--config", config),
+            ("--calibration", calibration),
+            ("--fabric", fabric),
+            ("--memory-share", memory_share if memory_share < 1 else None),
+            ("--global-batch-size", global_batch_size),
+            ("--sequence-length", sequence_length),
+            ("--imbalance", imbalance if uneven != Imbalance() else None),
+            *(("--set", text) for text in set_ or []),
+        )
+        search_report.write_job(found, write, search_command(asked.model, gpus, gpu, options))
+        print(f"maniple: {in_one_line(str(write))}: the best layout, as a job for `maniple train`", file=sys.stderr)

@@ -25,6 +25,12 @@ def band(total: int) -> tuple[int, int]:
     return round(total / (1 + ABOVE)), round(total / (1 - BELOW))
 
 
+def certain(total: int, gpu: GPU) -> bool:
+    """Whether the error band of a rank planned at `total` is on one side of what the GPU has."""
+    least, most = band(total)
+    return not least <= gpu.memory_bytes < most
+
+
 @dataclass(frozen=True)
 class MemoryPlan:
     """What each place in the pipeline needs of a GPU; `ranks` are in the pipeline's order."""
@@ -66,8 +72,7 @@ class MemoryPlan:
     @property
     def certain(self) -> bool:
         """Whether the error band is on one side of what the GPU has."""
-        least, most = band(self.tightest.total)
-        return not least <= self.gpu.memory_bytes < most
+        return certain(self.tightest.total, self.gpu)
 
     @property
     def host_per_node(self) -> int:
@@ -103,6 +108,7 @@ def as_json(plan: MemoryPlan) -> dict[str, Any]:
         "gpu": plan.gpu.name,
         "gpu_memory": plan.gpu.memory_bytes,
         "fits": plan.fits,
+        "certain": plan.certain,
         "verdict": plan.verdict,
         "error_band": band(plan.tightest.total),
         "tightest_rank": plan.tightest.rank,

@@ -16,6 +16,7 @@ from maniple.models.card import ModelCard
 from maniple.plan import memory
 from maniple.plan.imbalance import Imbalance
 from maniple.plan.profile import profile_of
+from maniple.plan.report import certain
 from maniple.plan.stages import check_number
 from maniple.plan.time import estimate
 
@@ -32,7 +33,8 @@ _WORDS = {"bubble": "the pipeline's bubble", "gaps": "gaps between kernels", "ho
 class Point:
     """A number of GPUs. efficiency: tokens a second and GPU over those of the first size; parts: the step's seconds by
     what they go to, as `StepTime.components`. All but the first three are empty where the job cannot run there, and
-    `why` says why not; memory is the fullest rank's, in bytes."""
+    `why` says why not. memory: the fullest rank's, in bytes; certain: whether the error band leaves no doubt of
+    `fits`."""
 
     kind: Kind
     gpus: int
@@ -44,6 +46,7 @@ class Point:
     bubble: float | None = None
     memory: int | None = None
     fits: bool | None = None
+    certain: bool | None = None
     why: str = ""
     parts: dict[str, float] = field(default_factory=dict)
 
@@ -101,6 +104,7 @@ def scale(
                 max(time.bubbles),
                 most,
                 most <= gpu.memory_bytes,
+                certain(most, gpu),
                 parts=time.components,
             )
         )
@@ -208,7 +212,7 @@ def rows(points: Sequence[Point]) -> list[list[str]]:
                     f"{point.efficiency:.1%}",
                     f"{point.bubble:.0%}",
                     f"{(point.memory or 0) / 2**30:,.1f}",
-                    "yes" if point.fits else "no",
+                    ("yes" if point.fits else "no") if point.certain else "perhaps",
                 ]
             ),
         ]

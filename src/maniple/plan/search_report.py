@@ -15,7 +15,7 @@ from maniple.errors import UserError
 from maniple.hardware.units import binary_size, three_digits
 from maniple.models.counting import count
 from maniple.plan import search_fewer, states
-from maniple.plan.report import band, kinds_of, memory_plan
+from maniple.plan.report import MemoryPlan, band, host_line, kinds_of, memory_plan
 from maniple.plan.search import Costed, Found
 from maniple.plan.search_fewer import Fewer
 from maniple.plan.search_groups import ILLEGAL
@@ -27,10 +27,10 @@ HEADINGS = [
     *("seconds", "tokens/s", "TGS", "*", "MFU", "GiB", "of GPU", "stages"),
 ]
 WORDS = ("recompute", "*", "stages")  # columns that are no numbers
-# that a narrow terminal does without; 80 columns have ETP, in which alone layouts may differ
-SPARE = (
-    *("stages", "CP", "MFU", "tokens/s", "of GPU", "DP", "*", "chunks", "MBS", "recompute", "TGS"),
-    *("ETP", "EP", "PP", "TP"),
+# that a narrow terminal does without; 80 columns have CP and ETP, in which alone layouts may differ
+_SPARE = (
+    *("stages", "MFU", "tokens/s", "of GPU", "DP", "*", "chunks", "MBS", "recompute", "TGS"),
+    *("CP", "ETP", "EP", "PP", "TP"),
 )
 _PARTS = 4  # of a difference, the largest that are named
 _NOTHING = 1e-4  # share of the whole
@@ -77,6 +77,7 @@ def as_json(found: Found, others: Sequence[Fewer] = ()) -> dict[str, Any]:
         "costed": found.costed,
         "pruned": dict(found.pruned),
         "best": _costed(found.best),
+        "host_per_node": None if found.best is None else _plan(found, found.best).host_per_node,
         "second": _costed(found.second),
         "pareto": [
             {**_present(one), "most_tokens_per_second_per_gpu": search_fewer.has_most_tgs(one, table)} for one in table
@@ -154,6 +155,12 @@ def rows(found: Found, others: Sequence[Fewer] = ()) -> list[list[str]]:
     ]
 
 
+def spare(table: Sequence[Sequence[str]]) -> list[str]:
+    """Headings of `rows` that a narrow terminal does without, in that order; sizes that are 1 in every row first."""
+    ones = [h for h in _SPARE if h not in WORDS and all(row[HEADINGS.index(h)] == "1" for row in table)]
+    return [*ones, *(heading for heading in _SPARE if heading not in ones)]
+
+
 def of_fewer(found: Found, others: Sequence[Fewer]) -> list[str]:
     """What the table's marks mean, and what it does not say of fewer GPUs: lines beneath it."""
     table = search_fewer.table(found, others)
@@ -187,6 +194,8 @@ def explanation(found: Found) -> list[str]:
             f"by the error band it needs {binary_size(least)} to {binary_size(most)}, which may be more than there is: "
             "rows further down are safer, and --memory-share 0.97 searches, and writes, one that is"
         )
+    if (in_host := host_line(_plan(found, best))) is not None:
+        lines.append(in_host)
     lines += [*_with_fused_loss(found, best), *best.time.assumptions]
     if second is None:
         return [*lines, "no layout of another shape fits"]
@@ -203,6 +212,10 @@ def explanation(found: Found) -> list[str]:
         + _listed(f"{part} {'-' if value < 0 else '+'}{binary_size(round(abs(value)))}" for part, value in sizes)
     )
     return lines
+
+
+def _plan(found: Found, one: Costed) -> MemoryPlan:
+    return memory_plan(one.config, found.card, found.gpu, one.where.world_size, found.bounds.imbalance)
 
 
 def of_contexts(found: Mapping[int, Found]) -> list[str]:
@@ -392,10 +405,9 @@ def _missing(least: float | None, missing: int) -> str:
 def write_job(found: Found, file: Path, command: str) -> None:
     """The winner as a job file: everything that is not the schema's default, and all that the search chose.
 
-    Raises UserError if nothing fits or the file cannot be written; a file that is there stays.
+    Raises UserError if the file cannot be written; a file that is there stays.
     """
-    if found.best is None:
-        raise UserError(f"--write {file}: nothing fits, so there is no job to write")
+    assert found.best is not None
     remark = f"Found by `{command}`: planned {_speed(found.best)}."  # in which a quoted value may hold new lines
     job = yaml.safe_dump(job_of(found.best), sort_keys=False, width=120, allow_unicode=True)
     write_new("--write", file, "".join(f"# {line}\n" for line in remark.splitlines()) + job)
