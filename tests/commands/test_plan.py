@@ -443,3 +443,41 @@ def test_a_scaling_table_fits_eighty_columns(capsys, monkeypatch):
     assert table[0].split()[0] == "scaling"
     assert [line.split()[0] for line in table[1:]] == ["weak", "weak", "strong", "strong"]
     assert all(line.split()[-1] in ("yes", "no") for line in table[1:])
+
+
+def test_a_search_says_what_its_best_keeps_in_host_memory(capsys):
+    words = ["plan", "search", "qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200", "--global-batch-size", "32"]
+    words += ["--set", "optimizer.offload_fraction=1", "--set", "parallel.pipeline_parallel_size=1"]
+    found = planned(capsys, *words)
+    assert found["host_per_node"] > 0
+    (line,) = (line for line in found["explanation"] if line.startswith("in host memory: "))
+    assert f"{found['host_per_node'] / 2**30:,.2f} GiB a node" in line
+
+
+def test_where_nothing_fits_a_search_that_writes_says_why_too(capsys, tmp_path):
+    words = ["plan", "search", "qwen3-30b-a3b", "--gpus", "1", "--gpu", "h200", "--write", str(tmp_path / "job.yaml")]
+    assert cli.main(words) == 2
+    told = capsys.readouterr()
+    assert "does not fit: the smallest of " in told.out
+    assert told.err.splitlines()[-1].endswith("nothing fits, so there is no job to write")
+    assert not list(tmp_path.iterdir())
+
+
+def test_whoever_interrupts_the_report_finds_no_trace_either(monkeypatch, tmp_path):
+    from maniple.plan import html_report
+
+    def interrupted(asked, file):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(html_report, "write", interrupted)
+    words = ["plan", "qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200", "--report", str(tmp_path / "a.html")]
+    words += ["--pipeline-trace", str(tmp_path / "a.json"), "--set", "parallel.pipeline_parallel_size=2"]
+    assert cli.main(words) == 130
+    assert not list(tmp_path.iterdir())
+
+
+def test_doubt_is_said_in_json_and_where_the_best_is_named(capsys):
+    words = ["plan", "qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200"]
+    plan = planned(capsys, *words)  # without a layout it does not fit, whatever the band
+    assert (plan["fits"], plan["certain"]) == (False, True)
+    assert "138.98 GiB, which is not certain to fit: " in plan["best_layout"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -196,3 +197,10 @@ def test_mistakes_are_one_line(words, said, capsys):
     assert err.startswith("maniple: error: ")
     assert err.count("\n") == 1
     assert said in err
+
+
+def test_a_size_that_may_or_may_not_fit_says_so():
+    point = scaling.Point("weak", 8, 64, 8, 2.34, 14015.0, 1.0, 0.15, 2**37, True, True)
+    doubts = [(True, True), (False, True), (True, False), (False, False)]
+    said = [scaling.rows([replace(point, fits=fits, certain=sure)])[0][-1] for fits, sure in doubts]
+    assert said == ["yes", "no", "perhaps", "perhaps"]
